@@ -12,11 +12,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "compat"
@@ -28,7 +26,6 @@ BIG = "its wheels are builds for CUDA: 2.7 GB to download, and 6 GB of disk whil
 WITHOUT_NEMO = ("tests/ranks/test_block.py", "tests/ranks/test_staged.py")
 LOOPS = ("tests/ranks/test_plain_ddp.py", "tests/ranks/test_plain_fsdp2.py")
 LIGHTNING_ONLY = ("tests/ranks/test_any_trainer.py", "tests/ranks/test_bare_import.py")
-SAYS_AFTER_S = 30.0
 #: This prints the versions that were installed in the environment, as JSON.
 VERSIONS = """\
 import importlib.metadata as installed, json, platform
@@ -90,18 +87,12 @@ def interpreter(version: str) -> Path | None:
     return None
 
 
-def watched(what: str, command: Sequence[str | Path], log: Path, plain_pip: bool = False) -> int:
-    """Run a command into a log, and say now and then that it is still running."""
-    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull} if plain_pip else None
+def logged(what: str, command: Sequence[str | Path], log: Path, plain_pip: bool = False) -> int:
+    """Say what a command does, run it into a log, and return its exit status."""
     print(f"compat: {what}", flush=True)
-    began_s = time.monotonic()
-    streams: dict[str, Any] = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
-    with streams["stdout"], subprocess.Popen(command, cwd=ROOT, env=env, **streams) as process:
-        while True:
-            try:
-                return process.wait(SAYS_AFTER_S)
-            except subprocess.TimeoutExpired:
-                print(f"compat: {what}: {time.monotonic() - began_s:.0f} s so far", flush=True)
+    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull} if plain_pip else None
+    with log.open("w") as out:
+        return subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT).returncode
 
 
 def why_not_installed(log: str) -> str:
@@ -137,7 +128,7 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
             "installing, which takes minutes": [home / "bin" / "pip", "install", *environment.requirements],
         }
         for what, step in steps.items():
-            if watched(f"{name}: {what}", step, log, environment.plain_pip) != 0:
+            if logged(f"{name}: {what}", step, log, environment.plain_pip) != 0:
                 return Outcome(name, f"Python {environment.python}", why_not_installed(log.read_text()))
         said = subprocess.run([home / "bin" / "python", "-c", VERSIONS], capture_output=True, text=True, check=True)
         versions = ", ".join(f"{key} {value}" for key, value in json.loads(said.stdout).items())
@@ -145,16 +136,9 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
         results, failed = [], False
         for number, arguments in enumerate(runs):
             log = logs / f"tests-{number}.log"
-            command: list[str | Path] = [
-                home / "bin" / "python",
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                *arguments,
-            ]
-            status = watched(f"{name}: testing with {versions}", command, log)
+            command: list[str | Path] = [home / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+            command += arguments
+            status = logged(f"{name}: testing with {versions}", command, log)
             failed = failed or status != 0
             results.append(summary(log.read_text()) + (f" ({log.relative_to(ROOT)})" if status else ""))
         return Outcome(name, versions, "; ".join(results), failed)
@@ -163,14 +147,12 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the outcomes as a table of Markdown."""
     rows = [(each.name, each.versions, each.result) for each in outcomes]
     lines = [("environment", "installed", "result"), ("---",) * 3, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try every environment."""
     only, tests = "", list(arguments)
     if tests[:1] == ["--only"]:
         only, tests = tests[1], tests[2:]

@@ -38,12 +38,10 @@ class Model(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the next tokens."""
         return self.head(self.blocks(self.embedding(tokens) + self.position))
 
 
 def options() -> argparse.Namespace:
-    """Return the options of the command line."""
     made = argparse.ArgumentParser()
     made.add_argument("--steps", type=int, default=12)
     made.add_argument("--size", choices=tuple(SIZES), default="small")
@@ -65,19 +63,16 @@ def backward(model: nn.Module, args: argparse.Namespace, step: int) -> torch.Ten
 
 
 def device() -> str:
-    """Return where to train."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def said(what: str) -> None:
-    """Print what has happened, and when."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     print(f"{what} {time.time():.4f}", flush=True)
 
 
 def begin(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Join the group, and return the model and its optimizer."""
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -91,7 +86,6 @@ def begin(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @HPWrapper(abort_timeout=20.0)
 def recoverable() -> None:
-    """Train through faults."""
     args = options()
     model, optimizer = begin(args)
     training = PlainTraining(modules=[model], optimizers=[optimizer])

@@ -15,16 +15,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
 
+Record = Callable[[str, object], None]  # of pytest's record_property
 ROOT = Path(__file__).parents[2]
 _GRACE_S = 10.0  # after its time a process writes its stacks and ends; then it is killed
 _TAIL = 8_000  # characters of a log that a failure shows
+
+
+def note(record: Record, found: Mapping[str, object]) -> None:
+    for name, value in found.items():
+        record(name, value)
 
 
 class IsolatedError(AssertionError):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.incidents import IncidentSummary, summarize
-from checkpointless.observability.report.verify import compare
-from checkpointless.observability.telemetry.events import read_events
-from checkpointless.observability.telemetry.steps import Recording, read_steps
 from tests.gpu.isolated import ROOT
 from tests.gpu.nccl import SHARED
 from tests.ports import free_port
-from tests.ranks.agent_job import SCRIPTS, Job
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.agent_job import Job as AgentJob
+from tests.ranks.jobs import TOKEN, Job
 
 LOOP = ROOT / "tests" / "gpu" / "loop.py"
 DDP = ROOT / "tests" / "gpu" / "ddp.py"
@@ -27,35 +24,6 @@ MEGATRON = ROOT / "examples" / "train_megatron.py"
 MEGATRON_LAYOUTS = SCRIPTS / "megatron_loop.py"
 #: For equal bits, and for tensor parallelism without a warning.
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-_TOKEN = "a secret of the suite that is long enough"
-_TAIL = 40  # lines of each log that a failure shows
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Describes a job that is over."""
-
-    code: int
-    run_dir: Path
-    said: str
-
-    @property
-    def steps(self) -> Recording:
-        """The steps that its ranks recorded."""
-        return read_steps(self.run_dir)
-
-    @property
-    def incidents(self) -> list[IncidentSummary]:
-        """Its incidents, in their order."""
-        return summarize(read_events(self.run_dir))
-
-    def story(self) -> str:
-        """Return what to show when a test fails."""
-        logs = [
-            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL:])
-            for path in sorted((self.run_dir / "logs").iterdir())
-        ]
-        return "\n".join([f"exit code {self.code}", self.said, *logs])
 
 
 def run(
@@ -67,8 +35,7 @@ def run(
     faults: tuple[str, ...] = (),
     limit_s: float = 120.0,
     cpu: bool = False,
-) -> Finished:
-    """Run a job to its end."""
+) -> Job:
     before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     common: dict[str, Any] = {
         "nproc": ranks // nodes,
@@ -81,20 +48,18 @@ def run(
         "extra_env": {**SETTINGS, **SHARED},
     }
     if nodes > 1:
-        common |= {"nnodes": nodes, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "token": _TOKEN}
+        common |= {"nnodes": nodes, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "token": TOKEN}
     places: list[dict[str, Any]] = [{"node_rank": node} for node in range(nodes)] if nodes > 1 else [{}]
-    jobs = [Job(run_dir, str(script), *args, **common, **place) for place in places]
+    jobs = [AgentJob(run_dir, str(script), *args, **common, **place) for place in places]
     ended = [job.end(limit_s) for job in jobs]
-    return Finished(max(each.code for each in ended), run_dir, "".join(each.out + each.err for each in ended))
+    return Job(max(each.code for each in ended), tuple(each.out + each.err for each in ended), run_dir)
 
 
-def check_equal(undisturbed: Finished, disturbed: Finished, faults: tuple[str, ...], steps: int) -> None:
+def check_equal(undisturbed: Job, disturbed: Job, faults: tuple[str, ...], steps: int) -> None:
     """Check that every fault happened and changed no bit."""
     assert disturbed.code == 0, disturbed.story()
     assert fired(disturbed.run_dir) == dict.fromkeys(faults, 1)
-    verdict = compare(undisturbed.steps, disturbed.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
-    assert verdict.steps == steps
+    disturbed.assert_same(undisturbed.steps, steps)
 
 
 class Undisturbed:
@@ -102,10 +67,9 @@ class Undisturbed:
 
     def __init__(self, folder: Callable[[str], Path], limit_s: float = 120.0) -> None:
         self._folder, self._limit_s = folder, limit_s
-        self._known: dict[tuple[Path, tuple[str, ...], int, int], Finished] = {}
+        self._known: dict[tuple[Path, tuple[str, ...], int, int], Job] = {}
 
-    def __call__(self, script: Path, *args: str, ranks: int = 4, nodes: int = 1, cpu: bool = False) -> Finished:
-        """Return a job without faults, which ended well."""
+    def __call__(self, script: Path, *args: str, ranks: int = 4, nodes: int = 1, cpu: bool = False) -> Job:
         key = script, args, ranks, nodes
         if key not in self._known:
             run_dir = self._folder("undisturbed") / "run"

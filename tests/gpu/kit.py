@@ -96,14 +96,12 @@ def lacking(required: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def required_by(wheel: Path) -> list[str]:
-    """Return the requirements that a wheel's metadata names."""
     with zipfile.ZipFile(wheel) as archive:
         (path,) = [name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
         return email.message_from_bytes(archive.read(path)).get_all("Requires-Dist") or []
 
 
 def check_size(sizes: Mapping[str, int]) -> None:
-    """Check that the kit is small enough to be carried."""
     total = sum(sizes.values())
     if total > MOST_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
@@ -211,7 +209,6 @@ def _run(command: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the kit."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--python", default="3.12", help="of the machine with the GPU (default: 3.12)")
     options.add_argument("--arch", type=int, default=90, help="90 for H100 and H200; 0: no NCCL (default: 90)")

@@ -1,9 +1,11 @@
-"""Train with Lightning's DDP through faults, on as many nodes of as many ranks as there are: ``STEPS``."""
+"""Train the model of ``examples/train_lightning.py`` with Lightning's DDP on all nodes and ranks: ``STEPS``."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -12,32 +14,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessDDPStrategy
 
-WIDTH = 64
-
-
-class Model(pl.LightningModule):
-    """Predict the next number of each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        hidden, last = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
-        self.net = torch.nn.Sequential(hidden, torch.nn.GELU(), torch.nn.Dropout(0.1), last)
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the loss of a batch."""
-        (rows,) = batch
-        return torch.nn.functional.mse_loss(self.net(rows), rows.roll(-1, 1))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+train_lightning = importlib.import_module("train_lightning")
 
 
 @HPWrapper(abort_timeout=20.0)
 def main() -> None:
     """Build everything and train; after a fault this is entered again."""
     pl.seed_everything(1, verbose=False)
-    rows = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(2))
+    rows = torch.randn(512, train_lightning.WIDTH, generator=torch.Generator().manual_seed(2))
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     trainer = pl.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
@@ -49,7 +34,7 @@ def main() -> None:
         enable_progress_bar=False,
         logger=False,
     )
-    trainer.fit(Model(), DataLoader(TensorDataset(rows), batch_size=8, shuffle=True))
+    trainer.fit(train_lightning.Model(), DataLoader(TensorDataset(rows), batch_size=8, shuffle=True))
 
 
 if __name__ == "__main__":

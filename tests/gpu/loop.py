@@ -23,7 +23,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def options() -> argparse.Namespace:
-    """Return the options of the command line."""
     made = argparse.ArgumentParser()
     made.add_argument("--steps", type=int, default=6)
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -37,7 +36,6 @@ torch.use_deterministic_algorithms(True)  # this imports, too: not in the block
 
 @HPWrapper(abort_timeout=20.0)
 def main(caller: HPCallWrapper) -> None:
-    """Train."""
     args = options()
     if args.device == "cuda":
         torch.cuda.set_device(0)

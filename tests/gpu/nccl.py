@@ -37,7 +37,6 @@ def _begin(groups: int = 0) -> list[Any]:
 
 
 def _restart() -> None:
-    """Drop all groups, as a restart does."""
     process_groups.hold()
     process_groups.destroy()
     process_groups.release()

@@ -19,7 +19,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to write down, if a folder was given."""
     folder = config.getoption(_FOLDER)
     if folder is not None:
         config.pluginmanager.register(Recorder(Path(folder), config.getoption(_PART)))
@@ -42,7 +41,6 @@ class Recorder:
 
 
 def why(report: pytest.TestReport) -> str:
-    """Return why a test failed or was skipped."""
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     return report.longreprtext

@@ -38,7 +38,6 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """The median divided by that of the reference."""
         if not self.reference or not statistics.median(self.reference):
             return None
         return statistics.median(self.values) / statistics.median(self.reference)
@@ -58,7 +57,6 @@ class Result:
 
 
 def add(folder: Path, result: Result) -> None:
-    """Add a result to a folder, and write its tables anew."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LINES).open("a") as lines:
         lines.write(json.dumps(asdict(result)) + "\n")
@@ -66,7 +64,6 @@ def add(folder: Path, result: Result) -> None:
 
 
 def write(folder: Path) -> None:
-    """Write the table and the JSON of what a folder has."""
     machine, results = read_machine(folder), read(folder)
     (folder / TABLE).write_text(report(machine, results))
     found = {"machine": machine, "results": [asdict(each) for each in results]}
@@ -118,7 +115,6 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def has_failed(results: Sequence[Result]) -> bool:
-    """Return whether something failed or did not finish."""
     return any(each.outcome in (Outcome.FAILED, Outcome.CUT) for each in results)
 
 

@@ -83,7 +83,6 @@ PARTS = (
 
 
 def chosen(only: str) -> list[Part]:
-    """Return the parts that were asked for."""
     names = [name for name in only.split(",") if name]
     unknown = set(names) - {part.name for part in PARTS}
     if unknown:
@@ -95,27 +94,12 @@ def chosen(only: str) -> list[Part]:
 def command(part: Part, folder: Path, has_cuda: bool) -> list[str]:
     """Return the command that runs a part; nothing if there is nothing to run without CUDA."""
     if not part.paths:
-        return [
-            sys.executable,
-            "-m",
-            "benchmarks.gpu.run",
-            "--results",
-            str(folder),
-            "--limit-s",
-            str(part.limit_s),
-        ]
+        measured = [sys.executable, "-m", "benchmarks.gpu.run"]
+        return [*measured, "--results", str(folder), "--limit-s", str(part.limit_s)]
     paths = part.paths if has_cuda or not part.on_cpu else part.on_cpu
-    options = [
-        "-q",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.gpu.recording",
-        "--import-mode=append",
-    ]
-    options += [f"--timeout={part.test_s:g}", "--gpu-results", str(folder), "--gpu-part", part.name]
+    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "tests.gpu.recording"]
+    options += ["--import-mode=append", f"--timeout={part.test_s:g}", "--gpu-results", str(folder)]
+    options += ["--gpu-part", part.name]
     return [sys.executable, "-u", "-m", "pytest", *paths, *options]
 
 
@@ -227,7 +211,6 @@ def _cut(part: Part, why: str) -> results.Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument(
         "--only",

@@ -169,7 +169,6 @@ class Alone(TrainingTensors):
     """The tensors of a rank that shares them with nobody."""
 
     def replica_groups(self, keys: Any) -> Any:
-        """Return this rank."""
         return {(0,): list(keys)}
 
 
@@ -193,7 +192,6 @@ def stepped(width: int, layers: int, device: str = "cuda") -> tuple[nn.Module, A
 
 
 def alone() -> None:
-    """Make a process group of this process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 

@@ -76,7 +76,6 @@ class Spin:
         self._check(driver.cuLaunchKernel(self._function, *one, 0, handle, given, None))
 
     def release(self) -> None:
-        """Let the kernel end."""
         self._flag[0] = 1
 
     def _check(self, status: int) -> None:

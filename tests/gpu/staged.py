@@ -25,7 +25,6 @@ class StagedNCCLGroup(LateNCCLGroup):
     """Represents a process group for tensors on the CPU and on a GPU."""
 
     def getBackendName(self) -> str:
-        """Return the name of the backend."""
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> StagedNCCLGroup:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from tests.gpu.isolated import run
+from tests.gpu.isolated import Record, note, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -17,12 +15,9 @@ STALL_S = 10.0
 
 @pytest.mark.parametrize("stall_s", [0.0, STALL_S], ids=["idle", "stalled"])
 @pytest.mark.parametrize("at_once", [False, True], ids=["one-by-one", "at-once"])
-def test_twenty_communicators_are_aborted(
-    at_once: bool, stall_s: float, record_property: Callable[[str, object], None]
-) -> None:
+def test_twenty_communicators_are_aborted(at_once: bool, stall_s: float, record_property: Record) -> None:
     found = run("tests.gpu.nccl:aborts", 90.0, count=COUNT, at_once=at_once, stall_s=stall_s)
-    for name, value in found.items():
-        record_property(name, value)
+    note(record_property, found)
     assert found["communicators"] == COUNT + 1
     if at_once:
         assert found["aborted_s"] < stall_s + 10.0

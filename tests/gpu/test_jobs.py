@@ -10,15 +10,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu import jobs
-from tests.gpu.isolated import ROOT
+from tests.gpu.isolated import ROOT, Record
 from tests.gpu.jobs import Undisturbed, check_equal
 from tests.gpu.nccl import SHARED, SHARED_SINCE
 from tests.gpu.run import ON_CPU
@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.skipif(not CUDA and ON_CPU not in os.environ, reason="needs CUDA"),
     pytest.mark.skipif(CUDA and VERSION < SHARED_SINCE, reason=f"NCCL {VERSION} lets no two ranks share a GPU"),
 ]
-Record = Callable[[str, object], None]
 
 STEPS = 12
 SIZE = "large" if CUDA else "small"
@@ -71,7 +70,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(tmp_path_factory.mktemp, LIMIT_S)
 
 
-def calm(undisturbed: Undisturbed, layout: Layout) -> jobs.Finished:
+def calm(undisturbed: Undisturbed, layout: Layout) -> jobs.Job:
     return undisturbed(layout.script, *layout.args, nodes=layout.nodes, cpu=layout.cpu and not CUDA)
 
 
@@ -79,19 +78,23 @@ def check_layout(run_dir: Path, undisturbed: Undisturbed, record: Record, name: 
     """Train a layout through all faults but those kinds, and check that no bit is another one."""
     if name.startswith("megatron"):
         pytest.importorskip("megatron.core", reason="needs Megatron-core")
-    layout = LAYOUTS[name]
-    without = calm(undisturbed, layout)
     skipped = {*left_out} if CUDA else {*left_out, "cuda"}
     faults = {spec: replaced for spec, replaced in FAULTS.items() if spec.partition("@")[0] not in skipped}
-    job = jobs.run(
-        run_dir,
-        layout.script,
-        *layout.args,
-        nodes=layout.nodes,
-        faults=tuple(faults),
-        limit_s=LIMIT_S,
-        cpu=layout.cpu and not CUDA,
-    )
+    check(run_dir, undisturbed, record, LAYOUTS[name], faults)
+
+
+def check(
+    run_dir: Path,
+    undisturbed: Undisturbed,
+    record: Record,
+    layout: Layout,
+    faults: dict[str, tuple[int, ...]],
+    limit_s: float = LIMIT_S,
+) -> None:
+    """Train a layout through faults, and check that no bit is another one, and whose processes were replaced."""
+    without, cpu = calm(undisturbed, layout), layout.cpu and not CUDA
+    settings: Any = {"nodes": layout.nodes, "faults": tuple(faults), "limit_s": limit_s, "cpu": cpu}
+    job = jobs.run(run_dir, layout.script, *layout.args, **settings)
     for spec, incident in zip(faults, job.incidents, strict=False):
         kind = spec.partition(":")[0]
         record(f"{kind}, s", incident.headline_s)

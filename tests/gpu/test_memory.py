@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from tests.gpu.isolated import run
+from tests.gpu.isolated import Record, note, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 BODIES = "tests.gpu.single"
 WIDTH, LAYERS = 4096, 12  # 200 million parameters
-Record = Callable[[str, object], None]
 
 
 def test_a_digest_on_the_gpu_is_that_of_the_host() -> None:
@@ -22,8 +19,7 @@ def test_a_digest_on_the_gpu_is_that_of_the_host() -> None:
 
 def test_a_held_state_is_adopted_and_nothing_of_the_old_model_stays(record_property: Record) -> None:
     found = run(f"{BODIES}:reentry", 120.0, width=WIDTH, layers=LAYERS)
-    for name, value in found.items():
-        record_property(name, value)
+    note(record_property, found)
     assert found["is_whole"]
     assert found["are_adopted"]
     assert found["left"] == pytest.approx(1.0, abs=0.02)
@@ -32,7 +28,6 @@ def test_a_held_state_is_adopted_and_nothing_of_the_old_model_stays(record_prope
 
 def test_an_offloaded_state_is_whole_in_pinned_memory(record_property: Record) -> None:
     found = run(f"{BODIES}:offload", 120.0, width=WIDTH, layers=LAYERS)
-    for name, value in found.items():
-        record_property(name, value)
+    note(record_property, found)
     assert found["is_whole"]
     assert found["is_pinned"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpointless.system import nccl
-from tests.gpu.isolated import run, run_ranks
+from tests.gpu.isolated import Record, note, run, run_ranks
 from tests.gpu.jobs import LOOP, Undisturbed, check_equal
 from tests.gpu.jobs import run as run_job
 from tests.gpu.nccl import SHARED, SHARED_SINCE
@@ -24,16 +23,10 @@ several = pytest.mark.skipif(
     reason=f"NCCL {'.'.join(map(str, VERSION))} lets no two ranks share a GPU; "
     f"{'.'.join(map(str, SHARED_SINCE))} and newer do",
 )
-Record = Callable[[str, object], None]
 
 
 def ports(count: int) -> list[str]:
     return [str(free_port()) for _ in range(count)]
-
-
-def note(record: Record, found: dict[str, object]) -> None:
-    for name, value in found.items():
-        record(name, value)
 
 
 def test_a_process_makes_and_aborts_communicators_in_each_generation() -> None:

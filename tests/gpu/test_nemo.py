@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from tests.gpu import jobs
-from tests.gpu.jobs import Undisturbed, check_equal
-from tests.gpu.test_jobs import CUDA, STEPS, Record
+from tests.gpu.isolated import Record
+from tests.gpu.jobs import Undisturbed
+from tests.gpu.test_jobs import CUDA, STEPS, Layout, check
 from tests.gpu.test_jobs import pytestmark as needs_gpu
 
 NEMO = importlib.util.find_spec("nemo") is not None
 pytestmark = [*needs_gpu, pytest.mark.nemo, pytest.mark.skipif(not NEMO, reason="needs NeMo: gpu-kit WITH=nemo")]
 
 LIMIT_S = 240.0 if CUDA else 400.0
-NODES = 4 if CUDA else 1  # Lightning gives each rank of a node a GPU of its own
+LAYOUT = Layout(jobs.NEMO, (str(STEPS),), nodes=4 if CUDA else 1, cpu=True)  # Lightning gives each rank a GPU
 #: With the ranks whose processes are replaced.
 FAULTS: dict[str, tuple[int, ...]] = {
     "exception@backward:rank=2,step=3": (),
@@ -34,26 +35,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(tmp_path_factory.mktemp, LIMIT_S)
 
 
-def calm(undisturbed: Undisturbed) -> jobs.Finished:
-    return undisturbed(jobs.NEMO, str(STEPS), nodes=NODES, cpu=not CUDA)
-
-
 def test_nemo_through_an_exception_a_kill_and_a_hang(
     tmp_path: Path, undisturbed: Undisturbed, record_property: Record
 ) -> None:
     record_property("torch, device", f"{torch.__version__}, {torch.cuda.get_device_name() if CUDA else 'CPU'}")
-    without = calm(undisturbed)
-    job = jobs.run(
-        tmp_path / "run", jobs.NEMO, str(STEPS), nodes=NODES, faults=tuple(FAULTS), limit_s=LIMIT_S, cpu=not CUDA
-    )
-    for spec, incident in zip(FAULTS, job.incidents, strict=False):
-        record_property(f"{spec.partition(':')[0]}, s", incident.headline_s)
-        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in incident.tiles_s.items())
-        record_property(f"{spec.partition(':')[0]} by stage", f"({stages})")
-    check_equal(without, job, tuple(FAULTS), STEPS)
-    assert [incident.respawned for incident in job.incidents] == list(FAULTS.values()), job.story()
+    check(tmp_path / "run", undisturbed, record_property, LAYOUT, FAULTS, LIMIT_S)
 
 
-def test_two_runs_with_nemo_are_equal(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    again = jobs.run(tmp_path / "run", jobs.NEMO, str(STEPS), nodes=NODES, limit_s=LIMIT_S, cpu=not CUDA)
-    check_equal(calm(undisturbed), again, (), STEPS)
+def test_two_runs_with_nemo_are_equal(tmp_path: Path, undisturbed: Undisturbed, record_property: Record) -> None:
+    check(tmp_path / "run", undisturbed, record_property, LAYOUT, {}, LIMIT_S)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from checkpointless.inprocess.wrap import REPLACED_EXIT_CODE
-from tests.gpu.isolated import end, run
+from tests.gpu.isolated import Record, end, note, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 BODIES = "tests.gpu.single"
-Record = Callable[[str, object], None]
 
 
 def test_the_health_check_keeps_its_limit(record_property: Record) -> None:
@@ -33,8 +30,7 @@ def test_a_block_that_is_left_with_a_stalled_device_has_its_process_replaced(rec
 @pytest.mark.parametrize("what", ["synchronize", "digest", "garbage", "item"])
 def test_a_limit_is_noticed_while_the_main_thread_waits_for_the_device(what: str, record_property: Record) -> None:
     found = run(f"{BODIES}:waits", 60.0, what=what, bound_s=2.0, stall_s=8.0)
-    for name, value in found.items():
-        record_property(name, value)
+    note(record_property, found)
     assert found["took_s"] < 12.0
     if found["took_s"] > 2.0:  # it waited: then its limit has to end it in time
         assert 2.0 <= found["noticed_s"] < 3.0, "the interpreter lock was held"

@@ -15,7 +15,6 @@ HAS_NEMO = find_spec("nemo") is not None
 
 
 def _has(part: str) -> bool:
-    """Return whether there is a part of Megatron's."""
     return find_spec("megatron") is not None and find_spec(part) is not None
 
 
@@ -29,7 +28,6 @@ WITHOUT_NEMO = (
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs NeMo where it is missing."""
     if not HAS_NEMO and item.get_closest_marker("nemo") is not None:
         pytest.skip("needs NeMo")
 

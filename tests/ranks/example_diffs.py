@@ -17,7 +17,6 @@ FOUR_RANKS = frozenset(
 
 
 def ranks_of(name: str) -> int:
-    """Return on how many ranks an example is trained."""
     return 4 if name in FOUR_RANKS else 2
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from checkpointless.system.environment import TOKEN_ENV
 from tests.ports import free_port
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import INTERFACE, Network, enter
+from tests.waiting import wait_until
 
 RUNNER = "checkpointless.recipes.runner"
 TOKEN = "a secret of the tests that is long enough"
@@ -37,7 +38,6 @@ class Job:
     code: int
     said: tuple[str, ...]
     run_dir: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> Recording:
@@ -57,7 +57,6 @@ class Job:
         assert count is None or verdict.steps == count
 
     def story(self) -> str:
-        """Return what to show when a test fails."""
         logs = "\n".join(
             f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-25:])
             for path in sorted((self.run_dir / "logs").iterdir())
@@ -103,7 +102,6 @@ class Trainings:
         return job
 
     def calm(self, ranks: int, *args: str) -> Job:
-        """Return the training without faults."""
         if (ranks, args) not in self._calm:
             self._calm[ranks, args] = self.run(ranks, args)
         return self._calm[ranks, args]
@@ -124,16 +122,8 @@ def faults_in(phases: Sequence[str], kind: str, ranks: int) -> list[str]:
 
 def known_steps(zygote: Zygote, folders: pytest.TempPathFactory) -> Callable[..., Steps]:
     """Return a function for the steps of a run without faults; it makes each kind of run once."""
-    known: dict[tuple[int, tuple[str, ...]], Steps] = {}
-
-    def steps(nproc: int, args: tuple[str, ...]) -> Steps:
-        if (nproc, args) not in known:
-            job = run_job(zygote, folders.mktemp("undisturbed") / "run", nproc, args=args)
-            assert job.code == 0, job.story()
-            known[nproc, args] = job.steps
-        return known[nproc, args]
-
-    return steps
+    trainings = Trainings(zygote, folders, RUNNER)
+    return lambda nproc, args: trainings.calm(nproc, *args).steps
 
 
 def small(nproc: int, steps: int) -> tuple[str, ...]:
@@ -227,7 +217,6 @@ class OutsideCoordinator:
         assert any("coordinating" in line for line in self._process.stderr)
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
         self._process.communicate()
 
@@ -248,57 +237,29 @@ class Scene:
     endpoint: str = ""
 
     def wait_for_step(self, step: int, rank: int = 0, limit_s: float = 180.0) -> None:
-        """Wait until a rank has committed ``step``."""
         path = self.run_dir / "steps" / f"rank-{rank}.jsonl"
         self.wait_for(lambda: path.exists() and f'"step":{step},' in path.read_text().replace(" ", ""), limit_s)
 
     def wait_for(self, condition: Callable[[], object], limit_s: float = 180.0) -> None:
-        """Wait until ``condition`` holds."""
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not come to that"
-            time.sleep(0.01)
+        wait_until(condition, limit_s)
 
     def stages(self, stage: str) -> list[Any]:
-        """Return the events of a stage so far."""
         return [event for event in read_events(self.run_dir) if event.stage == stage]
-
-
-class _Meanwhile(threading.Thread):
-    """Carries out what the test does to a job while it runs."""
-
-    def __init__(self, act: Callable[[Scene], None], scene: Scene) -> None:
-        super().__init__(daemon=True)
-        self._act, self._scene = act, scene
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._act(self._scene)
-        except BaseException as error:
-            self.error = error
-
-    def finish(self) -> None:
-        """Wait for it, and raise what it raised."""
-        self.join(timeout=20)
-        if self.error is not None:
-            raise self.error
-        assert not self.is_alive(), "the job is over, and what was to be done to it is not"
 
 
 @contextmanager
 def _accompanied(scene: Scene, act: Callable[[Scene], None] | None) -> Iterator[None]:
     """Do ``act`` to a job while it runs, and have the coordinator outside end with it."""
-    actor = _Meanwhile(act, scene) if act is not None else None
+    pool = ThreadPoolExecutor(1)
     try:
-        if actor is not None:
-            actor.start()
+        acting = pool.submit(act, scene) if act is not None else None
         yield
-        if actor is not None:
-            actor.finish()
+        if acting is not None:
+            acting.result(timeout=20)  # the job is over, and what was to be done to it should be, too
         if scene.coordinator is not None:
             scene.coordinator.end()
     finally:
+        pool.shutdown(wait=False)
         if scene.coordinator is not None:
             scene.coordinator.kill()
 

@@ -14,7 +14,6 @@ class Waits(Callback):
     """Makes the third step last until the ranks are to pause."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Wait, in the first generation."""
         call, deadline_s = active_call_wrapper(), time.monotonic() + 150
         assert call is not None
         while trainer.global_step == AT_BATCH and call.generation == 0 and not call.pause.is_wanted:

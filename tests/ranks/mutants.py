@@ -237,10 +237,8 @@ class TensorLeftOut(Callback):
         return next(filter(self._is_chosen, keys))
 
     def _found(self, original: Any) -> Any:
-        def allocate(
-            state: TrainingTensors, entries: Sequence[TensorEntry], *held: Any
-        ) -> Mapping[Key, torch.Tensor]:
-            places: Mapping[Key, torch.Tensor] = original(state, entries, *held)
+        def allocate(*args: Any) -> Mapping[Key, torch.Tensor]:
+            places: Mapping[Key, torch.Tensor] = original(*args)
             self._place = places[self._chosen(places)]
             return places
 
@@ -266,9 +264,7 @@ class TensorLeftOut(Callback):
         return _unpack
 
     def _not_asked_for(self, original: Any) -> Any:
-        def keep(
-            entries: Sequence[TensorEntry], known: Mapping[Key, torch.Tensor], places: Mapping[Key, torch.Tensor]
-        ) -> set[Key]:
+        def keep(entries: Sequence[TensorEntry], known: Any, places: Mapping[Key, torch.Tensor]) -> set[Key]:
             kept: set[Key] = original(entries, known, places)
             chosen = next((entry.key for entry in entries if self._is_chosen(entry.key)), None)
             if self._place is None and chosen is not None:
@@ -287,10 +283,8 @@ class TensorLeftOut(Callback):
         return send
 
     def _beside(self, original: Any) -> Any:
-        def allocate(
-            state: TrainingTensors, entries: Sequence[TensorEntry], *held: Any
-        ) -> Mapping[Key, torch.Tensor]:
-            places: Mapping[Key, torch.Tensor] = original(state, entries, *held)
+        def allocate(*args: Any) -> Mapping[Key, torch.Tensor]:
+            places: Mapping[Key, torch.Tensor] = original(*args)
             chosen = self._chosen(places)
             _make_definite(chosen, places[chosen])
             return {**places, chosen: torch.empty_like(places[chosen])}

@@ -55,11 +55,9 @@ class Network:
                 _ip("-n", name, "link", "set", interface, "up")
 
     def name(self, host: int) -> str:
-        """Return the name of a host's namespace."""
         return f"cp-{self._id}-{host}"
 
     def address(self, host: int) -> str:
-        """Return the address of a host."""
         return f"10.213.0.{host + 1}"
 
     def cut_off(self, host: int) -> None:
@@ -67,11 +65,9 @@ class Network:
         _ip("-n", self._hub, "link", "set", self._port(host), "down")
 
     def reconnect(self, host: int) -> None:
-        """Plug it in again."""
         _ip("-n", self._hub, "link", "set", self._port(host), "up")
 
     def close(self) -> None:
-        """Take it all down."""
         for name in (*map(self.name, range(self._hosts)), self._hub):
             _ip("netns", "del", name)
 
@@ -81,7 +77,6 @@ class Network:
 
 @contextmanager
 def network(hosts: int) -> Iterator[Network]:
-    """Provide a network, and take it down at the end."""
     made = Network(hosts)
     try:
         yield made

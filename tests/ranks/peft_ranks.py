@@ -29,7 +29,6 @@ class FineTuning(TrainingTensors):
         super().__init__([torch.nn.ModuleDict({"base": self.base, "trained": self.trained})], [self.optimizer])
 
     def train(self) -> None:
-        """Make one optimizer step."""
         self.trained(self.base(torch.ones(64))).sum().backward()
         self.optimizer.step()
 

@@ -117,7 +117,7 @@ def test_a_rank_that_asks_for_it_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_death_on_the_way_to_the_barrier_is_not_lost(tmp_path: Path, when: str) -> None:
-    job = Job(tmp_path, "leaving.py", f"1:{when}:SIGKILL", "2:before:SIGKILL")
+    job = Job(tmp_path, "steps.py", "0:3:0:raise", f"1:{when}:SIGKILL", "2:before:SIGKILL")
     ended = job.end()
     assert ended.code == 0, ended.err
     assert {n["rank"] for n in job.notes("suffers")} == {1, 2}
@@ -128,7 +128,7 @@ def test_a_death_on_the_way_to_the_barrier_is_not_lost(tmp_path: Path, when: str
 
 
 def test_a_rank_that_does_not_come_to_the_barrier_is_replaced(tmp_path: Path) -> None:
-    job = Job(tmp_path, "leaving.py", "1:before:sleep", regroup_timeout_s=3.0)
+    job = Job(tmp_path, "steps.py", "0:3:0:raise", "1:before:sleep", regroup_timeout_s=3.0)
     ended = job.end()
     assert ended.code == 0
     assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_come_to_the_barrier_is_replaced(tmp_path: Path) ->
 
 
 def test_a_rank_that_never_comes_to_the_barrier_ends_the_job(tmp_path: Path) -> None:
-    job = Job(tmp_path, "leaving.py", "1:before:sleep", "+1:before:sleep", regroup_timeout_s=3.0)
+    job = Job(tmp_path, "steps.py", "0:3:0:raise", "1:before:sleep", "+1:before:sleep", regroup_timeout_s=3.0)
     ended = job.end()
     assert ended.code == 1
     assert ended.err.splitlines()[-1] == "rank 1 did not come back within 3 s, also not as a new process"

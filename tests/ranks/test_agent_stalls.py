@@ -77,7 +77,7 @@ def test_a_hang_in_the_first_generation_is_found(tmp_path: Path, where: str, sai
 
 
 def test_a_job_that_shows_no_progress_is_left_alone(tmp_path: Path) -> None:
-    job = Job(tmp_path, "silent.py", "0.5", nproc=3, heartbeat_timeout_s=0.5)
+    job = Job(tmp_path, "stalls.py", "silent:0.5", nproc=3, heartbeat_timeout_s=0.5)
     ended = job.end()
     assert ended.code == 0, ended.err
     assert counts(job) == one_each(3)

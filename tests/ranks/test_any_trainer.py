@@ -8,7 +8,9 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.telemetry.steps import read_steps
-from tests.ranks.agent_job import Job
+from tests.ranks.agent_job import SCRIPTS, Job
+from tests.ranks.jobs import run_job
+from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -25,6 +27,18 @@ def test_steps_are_recorded_and_a_fault_that_is_survived_changes_nothing(tmp_pat
     steps = read_steps(slow.run_dir)[0]
     assert [record.step for record in steps] == [1, 2, 3, 4]
     assert steps == read_steps(calm.run_dir)[0]
+
+
+def test_lightnings_own_strategy_resumes_from_its_own_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    script, fault = str(SCRIPTS / "lightning_fit.py"), "exception@backward:rank=1,step=6"
+    job = run_job(
+        zygote, tmp_path / "run", 2, script=script, args=("8", "ddp", "saves", "by-name"), faults=(fault,)
+    )
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == {fault: 1}
+    assert (job.run_dir / "saved" / "last.ckpt").exists()
+    assert job.steps[0][-1].step == 8
 
 
 @pytest.mark.long

@@ -17,8 +17,9 @@ from tests.ranks.test_agent_nodes import Nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-SCRIPT = "plain_batch_norm.py"
+SCRIPT = "plain_frozen.py"
 STEPS = 8
+ARGS = (str(STEPS), "norm")
 FAULT = "sigkill@before_optimizer:rank=2,step=4"
 WHY = "the device check exited with 1: a row of rank 2 is bad"
 
@@ -31,7 +32,7 @@ class CheckedNodes(Nodes):
         self._check = folder / "check.sh"
         self._check.write_text('[ "$1" = 1 ] && echo "a row of rank $RANK is bad" && exit 1; echo "$RANK" >> "$2"')
         options |= {"script": SCRIPT, "record_steps": True, "faults": faults, "device_check_timeout_s": 15.0}
-        super().__init__(run_dir, 2, str(STEPS), **options)
+        super().__init__(run_dir, 2, *ARGS, **options)
 
     def start(self, node: int, **options: Any) -> Job:
         return super().start(node, device_check=f"sh '{self._check}' {node} '{self.seen}'", **options)
@@ -77,7 +78,7 @@ def test_without_a_spare_the_rank_is_started_with_a_warning_unless_its_device_pa
     tmp_path: Path, passes: bool
 ) -> None:
     command = f"sh -c 'echo a row of rank $RANK is bad; exit {int(not passes)}'"
-    job = Job(tmp_path / "run", SCRIPT, str(STEPS), faults=(FAULT,), device_check=command)
+    job = Job(tmp_path / "run", SCRIPT, *ARGS, faults=(FAULT,), device_check=command)
     ended = job.end()
     assert ended.code == 0, ended.err
     assert checks(job.run_dir) == [(2, 0, "" if passes else WHY)]

@@ -59,7 +59,7 @@ def test_who_waits_for_a_rank_that_was_lost_while_a_group_was_made_is_not_replac
     tmp_path: Path, how: str, incarnation: int
 ) -> None:
     """It waits in C++ for a connection that nobody makes, and there is none yet that could be cut."""
-    job = Job(tmp_path, "half_made_group.py", how)
+    job = Job(tmp_path, "own_parts.py", how)
     ended = job.end(END_S)
     assert ended.code == 0, ended.err
     assert done(job) == [f"generation 1, incarnation {each}" for each in (0, incarnation, 0)], ended.err

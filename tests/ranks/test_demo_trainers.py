@@ -25,7 +25,6 @@ SCRIPTED = [
 
 
 def train(zygote: Zygote, run_dir: Path, trainer: str, nproc: int, task: Task, *faults: str) -> Job:
-    """Run the demo's script of a trainer."""
     module, arguments = TRAINERS[trainer].program(task)
     found = find_spec(module)
     assert found is not None

@@ -53,7 +53,6 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return all cases."""
     found = []
     for layout in LAYOUTS:
         for kind in KINDS:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from tests.ranks.example_diffs import EXAMPLES, FULL, TRAINER, WITH_DIFF, changed_lines, ranks_of, stock_script
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Trainings
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -35,26 +34,14 @@ ON_CPU = "from checkpointless.integrations.megatron import cpu_platform\n\ncpu_p
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Accelerate asks for the number of cores else
-Undisturbed = Callable[[str], Job]
-
-
-def _train(zygote: Zygote, run_dir: Path, script: Path, *faults: str) -> Job:
-    args = ("--steps", str(STEPS))
-    job = run_job(zygote, run_dir, ranks_of(script.stem), script=str(script), args=args, faults=faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    return job
+ARGS = ("--steps", str(STEPS))
+OfExample = Callable[[str], Trainings]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Return a function for an example's job without faults, which is made once."""
-
-    @cache
-    def run(name: str) -> Job:
-        return _train(nemo_zygote, tmp_path_factory.mktemp(name) / "run", EXAMPLES / f"{name}.py")
-
-    return run
+def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> OfExample:
+    """Return a function for the trainings of an example."""
+    return cache(lambda name: Trainings(nemo_zygote, tmp_path_factory, str(EXAMPLES / f"{name}.py")))
 
 
 def printed_by(script: str, args: list[str]) -> str:
@@ -71,31 +58,28 @@ def _losses(printed: str) -> list[str]:
 
 
 @EACH
-def test_an_example_comes_through_faults(
-    nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
-) -> None:
-    calm, rough = undisturbed(name), _train(nemo_zygote, tmp_path / "run", EXAMPLES / f"{name}.py", *FAULTS)
+def test_an_example_comes_through_faults(trainings: OfExample, name: str) -> None:
+    rough = trainings(name).rough(ranks_of(name), ARGS, *FAULTS, steps=STEPS)
     first, second, third = (incident.resumed_after for incident in rough.incidents)
     # Rank 1 makes the update of step 4 if it has the averaged gradients before the kill breaks its connection.
     assert (first, third) == (1, 5), rough.story()
     assert second in (3, 4), rough.story()
-    rough.assert_same(calm.steps, STEPS)
-    assert len({record.loss for record in calm.steps[0]}) == STEPS, "each step has another loss"
+    assert len({record.loss for record in rough.steps[0]}) == STEPS, "each step has another loss"
 
 
 @EACH
 def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
-    nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
+    nemo_zygote: Zygote, tmp_path: Path, trainings: OfExample, name: str
 ) -> None:
     """The script to which the diff is applied computes the same."""
     plain = stock_script(name, tmp_path)
     if name == "train_megatron":
         plain.write_text(ON_CPU + plain.read_text())
-    arguments = {"script": str(plain), "args": ["--steps", str(STEPS)]}
+    arguments = {"script": str(plain), "args": ARGS}
     without, *_ = nemo_zygote.run(
         ranks_of(name), "tests.ranks.test_examples:printed_by", arguments, env=ONE_THREAD, limit_s=200.0
     )
-    assert _losses(without) == _losses(undisturbed(name).log(0))
+    assert _losses(without) == _losses(trainings(name).calm(ranks_of(name), *ARGS).log(0))
     assert len(_losses(without)) == (0 if "lightning" in name else STEPS)
 
 

@@ -39,14 +39,6 @@ def test_sigterm_before_lightning_listens_kills(disturb: Disturb, phase: str) ->
     assert "rank 1 killed by SIGTERM" in "\n".join(job.said)
 
 
-@pytest.mark.long
-def test_memory_that_runs_out_during_a_transfer(disturb: Disturb) -> None:
-    faults = ("sigkill@between:rank=0,step=2", "oom@transfer:rank=1,step=2")
-    job = disturb(2, 4, *faults, args=DROPOUT)
-    assert job.incidents[-1].outcome is Outcome.RESUMED
-    assert job.incidents[-1].target == 2
-
-
 def test_workers_fail_after_a_recovery_too_and_at_the_last_step(disturb: Disturb) -> None:
     """What torch set up once per process, to hear of the death of workers, is there in later generations, too."""
     faults = (
@@ -71,13 +63,6 @@ def test_a_job_without_workers_in_which_one_was_to_fail_ends_with_the_reason(
     assert job.code == 1
     assert "no workers (num_workers=0)" in job.said[-1]
     assert fired(job.run_dir) == {}, "it did not happen"
-
-
-@pytest.mark.long  # test_stragglers.py has a slow rank
-def test_nobody_is_interrupted_for_being_slow(disturb: Disturb) -> None:
-    faults = ("slow@forward:rank=1,step=2,seconds=1.5", "slow@optimizer:rank=1,step=3,seconds=1.5")
-    job = disturb(2, 4, *faults, args=DROPOUT, heartbeat_timeout_s=4.0)
-    assert job.incidents == []
 
 
 @pytest.mark.long

@@ -44,7 +44,6 @@ def _train(run_dir: Path, script: Path, *faults: str, record_steps: bool = False
 
 
 def _steps_shown(run_dir: Path) -> list[int]:
-    """Return the steps whose losses TensorBoard shows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(run_dir / "tensorboard"))

@@ -81,7 +81,8 @@ def test_what_cannot_be_checked_is_refused(
     assert reason in "\n".join(job.said), job.story()
 
 
-LIGHTNING = str(SCRIPTS / "lightning_checked.py")
+LIGHTNING = str(SCRIPTS / "lightning_fit.py")
+FIT = ("12", "ddp", "accumulate")
 
 
 def _ends(job: Job) -> list[str]:
@@ -92,11 +93,11 @@ def test_lightning_finds_and_heals_them_and_a_check_is_not_seen_in_what_is_logge
     zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     trainings = Trainings(zygote, tmp_path_factory, LIGHTNING)
-    calm, checked = trainings.calm(2, "12", "1000"), trainings.run(2, ("12", "1"))
+    calm, checked = trainings.calm(2, *FIT, "check-1000"), trainings.run(2, (*FIT, "check-1"))
     _require_unseen(checked, calm, 12)
     assert _ends(checked) == _ends(calm) != []
     job = trainings.run(
-        2, ("12", "1"), *(f"bitflip@gradient:rank={step % 2},step={step}" for step in range(2, 13, 3))
+        2, (*FIT, "check-1"), *(f"bitflip@gradient:rank={step % 2},step={step}" for step in range(2, 13, 3))
     )
     assert _found(job) == [(step % 2, step, True) for step in range(2, 13, 3)]
     job.assert_same(calm.steps, 12)
@@ -104,7 +105,7 @@ def test_lightning_finds_and_heals_them_and_a_check_is_not_seen_in_what_is_logge
 
 
 def test_lightning_refuses_sharded_gradients(zygote: Zygote, tmp_path: Path) -> None:
-    job = run_job(zygote, tmp_path / "run", 2, script=LIGHTNING, args=("12", "2", "sharded"))
+    job = run_job(zygote, tmp_path / "run", 4, script=LIGHTNING, args=("12", "hsdp", "check-2"))
     assert job.code != 0
     assert "which sharded parameters (FSDP2, DTensors) do not show: leave it out" in "\n".join(job.said)
 

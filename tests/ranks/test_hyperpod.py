@@ -29,7 +29,7 @@ class Job:
     def spawn(self, rank: int) -> "subprocess.Popen[str]":
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         return subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "hyperpod_wrapped.py"), *self._args],
+            [sys.executable, str(SCRIPTS / "wrapped.py"), "hyperpod", *self._args],
             env={**os.environ, "PYTHONPATH": path, **self.agent.environment(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

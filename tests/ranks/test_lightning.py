@@ -215,8 +215,7 @@ def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, fe
 )
 def test_what_the_second_step_shows_is_refused(nemo_zygote: Zygote, tmp_path: Path, word: str, reason: str) -> None:
     """A forward pass that changes weights, and ranks that no longer hold the same."""
-    script = str(SCRIPTS / "lightning_beside.py")
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=script, args=(word,))
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("4", "ddp", word))
     assert job.code == 1
     assert reason in told(job)
     assert {len(steps) for steps in job.steps.values()} == {1}, "nothing was trained behind that"

@@ -39,7 +39,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     @functools.cache
     def steps(layout: str) -> Recording:
         run_dir = tmp_path_factory.mktemp("calm") / "run"
-        job = Job(run_dir, "moved.py", str(STEPS), layout, nproc=4, record_steps=True)
+        job = Job(run_dir, "once.py", str(STEPS), layout, nproc=4, record_steps=True)
         ended = job.end()
         assert ended.code == 0, ended.err
         return read_steps(run_dir)
@@ -50,7 +50,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
 def start(run_dir: Path, layout: str, **options: Any) -> Nodes:
     """Start 2 nodes of 2 ranks and a spare; the job waits in step 3 until its ranks are to pause."""
     options = {"spares": 1, "record_steps": True, **options}
-    return Nodes(run_dir, 2, str(STEPS), layout, "waits", script="moved.py", **options)
+    return Nodes(run_dir, 2, str(STEPS), layout, "waits", script="once.py", **options)
 
 
 def begin_of_step_3(nodes: Nodes) -> None:
@@ -149,7 +149,7 @@ def test_a_node_of_a_trainer_moves(nemo_zygote: Zygote, tmp_path: Path, trainer:
     script, args = RUNNER, NEMO
     waits: tuple[str, ...] = ("callbacks.waits={_target_: tests.ranks.moving.Waits}",)
     if trainer == "lightning":
-        script, args, waits = str(SCRIPTS / "moved_lightning.py"), (str(STEPS),), ("waits",)
+        script, args, waits = str(SCRIPTS / "lightning_fit.py"), (str(STEPS), "ddp"), ("waits",)
     calm = run_job(nemo_zygote, tmp_path / "calm", 4, script=script, args=args)
     assert calm.code == 0, calm.story()
     said: list[str] = []

@@ -36,7 +36,6 @@ def callback(name: str, target: str, **settings: object) -> str:
 
 
 def mutant(target: str, **settings: object) -> str:
-    """Return the override for the defect of a job."""
     return callback("mutant", target, **settings)
 
 

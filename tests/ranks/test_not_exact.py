@@ -20,8 +20,9 @@ SAYS = {"batch": "step 4 takes another batch than before the fault", "loss": "st
 def _train(zygote: Zygote, run_dir: Path, trainer: str, what: str, strict: bool = False) -> Job:
     phase = "before_optimizer" if what == "loss" else "backward"  # rank 1 has a batch; rank 0 gets to its loss
     faults = (f"exception@{phase}:rank=1,step=4",)
-    script = str(SCRIPTS / "not_exact.py")
-    return run_job(zygote, run_dir, 2, script=script, args=(trainer, what), faults=faults, strict=strict)
+    name, args = {"plain": ("plain_habits", ("6",)), "lightning": ("lightning_fit", ("6", "ddp"))}[trainer]
+    args, script = (*args, f"other-{what}"), str(SCRIPTS / f"{name}.py")  # nothing has other-nothing
+    return run_job(zygote, run_dir, 2, script=script, args=args, faults=faults, strict=strict)
 
 
 @pytest.mark.parametrize(

@@ -6,40 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 6
+ARGS = (str(STEPS), "ddp")
 LONG = [pytest.param(word, marks=pytest.mark.long) for word in ("hparams", "buffer")]
 
 
-def fit(zygote: Zygote, run_dir: Path, word: str, *faults: str) -> Job:
-    script = str(SCRIPTS / "lightning_setup.py")
-    return run_job(zygote, run_dir, 2, script=script, args=(str(STEPS), word), faults=faults)
-
-
-def require_equal(zygote: Zygote, folder: Path, word: str, *faults: str) -> Job:
-    """Fit through ``faults``, each of which happens once, and require what a run without them computes."""
-    calm = fit(zygote, folder / "calm", word)
-    assert calm.code == 0, calm.story()
-    job = fit(zygote, folder / "run", word, *faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    job.assert_same(calm.steps, STEPS)
-    return job
+@pytest.fixture(scope="module")
+def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "lightning_fit.py"))
 
 
 @pytest.mark.parametrize("word", ["attribute", *LONG])
-def test_a_setup_that_tells_others_of_its_data(nemo_zygote: Zygote, tmp_path: Path, word: str) -> None:
-    require_equal(nemo_zygote, tmp_path, word, "exception@backward:rank=1,step=3")
+def test_a_setup_that_tells_others_of_its_data(trainings: Trainings, word: str) -> None:
+    trainings.rough(2, (*ARGS, word), "exception@backward:rank=1,step=3", steps=STEPS)
 
 
-def test_a_module_from_outside_is_as_good_under_lightning(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_a_module_from_outside_is_as_good_under_lightning(trainings: Trainings) -> None:
     """The old trainer's wrapper is gone, and DDP writes the weights of a new rank 0 to nothing that is held."""
     faults = (
         "exception@backward:rank=1,step=2",
@@ -47,35 +36,28 @@ def test_a_module_from_outside_is_as_good_under_lightning(nemo_zygote: Zygote, t
         "sigkill@optimizer:rank=1,step=4",
         "exception@forward:rank=0,step=6",
     )
-    require_equal(nemo_zygote, tmp_path, "outside", *faults)
+    trainings.rough(2, (*ARGS, "outside"), *faults, steps=STEPS)
 
 
 def test_a_module_from_outside_keeps_the_gradients_of_an_update_that_is_still_to_be_made(
-    nemo_zygote: Zygote, tmp_path: Path
+    trainings: Trainings,
 ) -> None:
     """The next trainer, which has the same module, clears them before rank 1 makes the update."""
     fault = "exception@after_optimizer:rank=0,step=3"
-    calm, job = (
-        fit(nemo_zygote, tmp_path / "calm", "outside"),
-        fit(nemo_zygote, tmp_path / "run", "outside-late", fault),
-    )
-    assert (calm.code, job.code) == (0, 0), job.story()
+    job = trainings.rough(2, (*ARGS, "outside"), fault, steps=STEPS, more=("late",))
     decided = [
         event.fields for event in read_events(job.run_dir) if event.stage == "decide" and event.edge == "end"
     ]
     assert [fields["redo"] for fields in decided] == [[1], [1]]
-    job.assert_same(calm.steps, STEPS)
 
 
 @pytest.mark.long
-def test_ranks_that_have_no_state_yet_begin_with_the_weights_of_the_first(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
+def test_ranks_that_have_no_state_yet_begin_with_the_weights_of_the_first(trainings: Trainings) -> None:
     """After a fault DDP wraps without its first broadcast, as ranks may hold the state; here none does."""
-    calm, job = (fit(nemo_zygote, tmp_path / word, word) for word in ("apart", "apart-raises"))
-    assert (calm.code, job.code, len(job.incidents)) == (0, 0, 1), job.story()
-    job.assert_same(calm.steps)
-    assert calm.steps[0][-1].params == calm.steps[1][-1].params, "or nothing was shown"
+    job = trainings.rough(2, (*ARGS, "seeded-apart"), more=("raises-first",))
+    assert len(job.incidents) == 1, job.story()
+    last = [records[-1].params for records in job.steps.values()]
+    assert last[0] == last[1], "or nothing was shown"
 
 
 def test_a_module_from_outside_that_gets_the_weights_of_a_new_process_is_no_source(

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import Quantity, Steps, compare
-from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Disturb, Job, run_job, small
 from tests.ranks.nemo_zygote import Zygote
 
@@ -45,7 +43,7 @@ def train(zygote: Zygote, run_dir: Path, *changes: str, saves: bool = True) -> J
     return job
 
 
-AVERAGE = "callbacks.average={_target_: tests.ranks.recorded_state.Average}"
+AVERAGE = "callbacks.average={_target_: tests.ranks.job_callbacks.Average}"
 
 
 def test_callbacks_validations_and_checkpoints_are_recorded_and_compared(
@@ -70,7 +68,7 @@ def test_callbacks_validations_and_checkpoints_are_recorded_and_compared(
     assert any("consumed_samples=48" in name for name in names), names
     assert any(name.endswith("-last") for name in names), names
 
-    wrong = "callbacks.average={_target_: tests.ranks.recorded_state.Average, wrong_from: 4}"
+    wrong = "callbacks.average={_target_: tests.ranks.job_callbacks.Average, wrong_from: 4}"
     other = compare(first.steps, train(nemo_zygote, tmp_path / "wrong", wrong, saves=False).steps)
     assert other.difference is not None
     assert (other.difference.quantity, other.difference.step) == (Quantity.CALLBACK, 4)
@@ -83,17 +81,3 @@ def test_parameters_are_whole_where_their_gather_is_left_to_the_next_step(
     """The losses are the same whether the gather is finished for the recorder or never was put off."""
     job = disturb(4, 4, "sigkill@backward:rank=1,step=2", "sigkill@after_optimizer:rank=2,step=3", args=OVERLAP)
     job.assert_same(undisturbed(4, small(4, 4)))
-
-
-def test_a_batch_that_was_made_again_counts_once_in_batch_norm(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    def train_plain(name: str, *faults: str) -> Job:
-        script = str(SCRIPTS / "plain_batch_norm.py")
-        job = run_job(nemo_zygote, tmp_path / name, 3, script=script, args=("6",), faults=faults)
-        if job.code != 0 or fired(job.run_dir) != dict.fromkeys(faults, 1):
-            pytest.fail(job.story())
-        return job
-
-    calm, rough = train_plain("calm"), train_plain("rough", "exception@before_optimizer:rank=1,step=3")
-    assert all(record.extras.buffers for record in calm.steps[0])
-    verdict = compare(calm.steps, rough.steps)
-    assert verdict.equal, verdict.sentence

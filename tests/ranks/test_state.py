@@ -23,7 +23,7 @@ ONE_INSTANCE = (
 )
 THREE_HOLDERS = ("strategy.num_distributed_optimizer_instances=3", "data.global_batch_size=24")  # of 6 ranks
 SMALL_BUCKETS = ("checkpointless.memory_budget_bytes=262144",)
-LOST_BOARD = "callbacks.lost_board={{_target_: tests.ranks.lost_board.LostBoard, ranks: {ranks}, step: 4}}"
+LOST_BOARD = "callbacks.lost_board={{_target_: tests.ranks.job_callbacks.LostBoard, ranks: {ranks}, step: 4}}"
 JUMP = ("checkpointless.rng_replication_jump=2",)
 EP2_FOUR_HOLDERS = (*EP2, "strategy.num_distributed_optimizer_instances=4")  # of 8 ranks
 CHECKSUM = ("checkpointless.enable_checksum=true",)

@@ -20,35 +20,25 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.ranks
 
 
-class Clock:
-    """Stands still unless it is told otherwise."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Node:
     """Starts ranks by a fork server of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.clock = Clock()
+        self.now_s = 0.0  # it stands still unless it is told otherwise
         script = Script(str(SCRIPTS / "orphan.py"), ("wait",))
         self._log = folder / "log"
-        self.starter = ForkServer(script, preload=(), cpu=False, env={}, log=2, folder=None, clock=self.clock)
+        self.starter = ForkServer(
+            script, preload=(), cpu=False, env={}, log=2, folder=None, clock=lambda: self.now_s
+        )
         self.process = psutil.Process(self.starter.process.pid)
         self.news: list[object] = []
         self.hear(Ready)
 
     def stop(self) -> None:
-        """Stop the fork server."""
         self.process.suspend()
         wait_until(lambda: self.process.status() == psutil.STATUS_STOPPED)
 
     def hear(self, kind: type) -> None:
-        """Wait for news of a kind."""
-
         def came() -> bool:
             self.news += self.starter.news()
             return any(isinstance(each, kind) for each in self.news)
@@ -85,9 +75,9 @@ def test_one_that_is_stopped_is_killed_with_all_ranks_after_its_limit(node: Node
     assert len(family) == 3
     node.stop()
     node.starter.signal(pid, 9)
-    node.clock.now_s += ANSWER_LIMIT_S
+    node.now_s += ANSWER_LIMIT_S
     assert node.starter.news() == []
-    node.clock.now_s += 1
+    node.now_s += 1
     with pytest.raises(ForkServerLostError, match=r"has not answered for 20 s \(stopped by a signal\)"):
         node.starter.news()
     wait_until(lambda: not any(is_alive(each.pid) for each in family))
@@ -104,11 +94,11 @@ def test_what_it_cannot_take_now_is_not_lost(node: Node) -> None:
 
 
 def test_it_is_asked_whether_it_lives_and_not_blamed_for_a_pause_without_requests(node: Node) -> None:
-    node.clock.now_s += 10 * ANSWER_LIMIT_S
+    node.now_s += 10 * ANSWER_LIMIT_S
     assert node.starter.news() == []
     node.stop()
     for _ in range(3):
         node.starter.ask()
-    node.clock.now_s += ANSWER_LIMIT_S + 1
+    node.now_s += ANSWER_LIMIT_S + 1
     with pytest.raises(ForkServerLostError):
         node.starter.news()

@@ -28,12 +28,7 @@ BATCH = "seq_length: 64, micro_batch_size: 2, global_batch_size: 16"
 BYTES = "tokenizer: {_target_: checkpointless.testing.demo.text.ByteTokenizer}"
 HERE = "num_workers: 0, pin_memory: false"
 NEMO = "nemo.lightning.pytorch.callbacks"
-
-
-def layers(name: str) -> str:
-    """Return the override for layers of :mod:`tests.ranks.users_ways.layers`."""
-    get = "{_target_: hydra.utils.get_method, path: "
-    return f"model.config.transformer_layer_spec={get}{WAYS}.layers.{name}}}"
+GROUPED = f"{WAYS}.layers.grouped_layers"
 
 
 def through_faults(
@@ -56,13 +51,6 @@ def through_faults(
     "args",
     [
         (
-            "strategy.tensor_model_parallel_size=2",
-            "strategy.context_parallel_size=2",
-            "strategy.sequence_parallel=true",
-            "data.micro_batch_size=4",
-            layers("parallel_layers"),
-        ),
-        (
             "strategy.pipeline_model_parallel_size=2",
             "strategy.virtual_pipeline_model_parallel_size=2",
             "model.config.num_layers=4",
@@ -72,29 +60,22 @@ def through_faults(
             *EP2,
             "model.config.moe_grouped_gemm=true",
             "model.config.moe_token_dispatcher_type=alltoall",
-            layers("grouped_layers"),
+            f"model.config.transformer_layer_spec={{_target_: hydra.utils.get_method, path: {GROUPED}}}",
             f"callbacks.drop={{_target_: {NEMO}.moe_token_drop.MegatronTokenDropCallback}}",
         ),
         ("strategy.ddp.overlap_grad_reduce=true", "data.micro_batch_size=1", "data.global_batch_size=32"),
     ],
-    ids=[
-        "sequence-and-context-parallel",
-        "virtual-pipeline",
-        "grouped-experts-tokens-dropped",
-        "overlap-accumulate",
-    ],
+    ids=["virtual-pipeline", "grouped-experts-tokens-dropped", "overlap-accumulate"],
 )
 def test_megatrons_options(disturb: Disturb, args: tuple[str, ...]) -> None:
     job = through_faults(disturb, *args)
-    builds_anew = any("parallel_layers" in each for each in args)
-    assert [each["kept"] for each in told(job)] == [not builds_anew] * 7, told(job)  # of 4 ranks, then of 3
-    assert not builds_anew or all("layers.Norm keeps" in each["reason"] for each in told(job))
+    assert [each["kept"] for each in told(job)] == [True] * 7, told(job)  # of 4 ranks, then of 3
 
 
 @pytest.mark.long
 def test_a_step_that_only_some_ranks_have_recorded_before_a_fault(disturb: Disturb) -> None:
     """What is recorded is gathered by all ranks: also by those that have recorded the step already."""
-    slow = f"callbacks.slow={{_target_: {WAYS}.slow_state.SlowToRecord, rank: 1, step: 2, seconds: 3}}"
+    slow = "callbacks.slow={_target_: tests.ranks.job_callbacks.SlowToRecord, rank: 1, step: 2, seconds: 3}"
     gathers = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
     through_faults(disturb, slow, *gathers, faults=("exception@forward:rank=0,step=3",), nproc=2)
 
@@ -137,11 +118,11 @@ def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
 
 # --- data ---------------------------------------------------------------------------------------------------------
 
+VALIDATES = ("trainer.val_check_interval=2", "trainer.limit_val_batches=2")
 MOCK = f"_target_: {WAYS}.data.Mock, {HERE}, {BYTES}, num_train_samples: 2000"
 
 
 def data(kind: str, more: str = BATCH) -> str:
-    """Return the override for a data module."""
     return f"data={{{kind}, {more}}}"
 
 
@@ -165,15 +146,19 @@ def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, 
 
 
 @pytest.mark.long
-def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:
-    """Whole batches are dealt out, padded to the longest of their samples."""
-    root = f"dataset_root: {written}/conversations"
-    through_faults(disturb, data(f"_target_: {WAYS}.data.Conversations, {root}, {HERE}"), nproc=2)
-
-
-@pytest.mark.long
-def test_a_cyclic_sampler_through_an_uneven_end_of_a_pass(disturb: Disturb) -> None:
-    through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 56"), nproc=2)
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        # Whole batches are dealt out, padded to the longest of their samples.
+        pytest.param(f"Conversations, {HERE}, dataset_root: FOLDER/conversations", (), id="fine-tuning"),
+        pytest.param("CyclicText, num_train_samples: 56", (), id="cyclic-through-an-uneven-end-of-a-pass"),
+        pytest.param("IterableText", (), id="iterable-that-says-where-it-stands"),
+        pytest.param("TwoValidations", VALIDATES, id="a-part-of-each-of-two-validation-sets"),
+    ],
+)
+def test_a_data_module(disturb: Disturb, written: Path, kind: str, more: tuple[str, ...]) -> None:
+    kind = kind.replace("FOLDER", str(written))
+    through_faults(disturb, data(f"_target_: {WAYS}.data.{kind}"), *more, nproc=2)
 
 
 @pytest.mark.long
@@ -181,11 +166,6 @@ def test_a_batch_size_that_is_ramped_up(disturb: Disturb) -> None:
     """NeMo ends the loop when the size has changed, here after five steps."""
     ramp = "seq_length: 64, micro_batch_size: 2, global_batch_size: 32, rampup_batch_size: [8, 8, 64]"
     disturb(2, 5, "exception@backward:rank=1,step=3", args=(*SMALL, data(MOCK, ramp), "trainer.max_steps=8"))
-
-
-@pytest.mark.long
-def test_an_iterable_dataset_that_says_where_it_stands(disturb: Disturb) -> None:
-    through_faults(disturb, data(f"_target_: {WAYS}.data.IterableText"), nproc=2)
 
 
 @pytest.mark.long
@@ -198,7 +178,6 @@ def test_a_fault_after_the_last_step_on_data_that_just_suffices(disturb: Disturb
 
 
 def callbacks(**targets: str) -> list[str]:
-    """Return the overrides for callbacks."""
     return [f"callbacks.{name}={{_target_: {target}}}" for name, target in targets.items()]
 
 
@@ -206,8 +185,7 @@ def test_callbacks_and_a_logger_that_users_take(disturb: Disturb, tmp_path: Path
     logger = f"trainer.logger={{_target_: lightning.pytorch.loggers.TensorBoardLogger, save_dir: {tmp_path}}}"
     through_faults(
         disturb,
-        "trainer.val_check_interval=2",
-        "trainer.limit_val_batches=2",
+        *VALIDATES,
         "trainer.max_time='00:01:00:00'",
         "trainer.enable_progress_bar=false",
         logger,
@@ -228,9 +206,3 @@ def test_callbacks_and_a_logger_that_users_take(disturb: Disturb, tmp_path: Path
         ),
         nproc=2,
     )
-
-
-@pytest.mark.long
-def test_two_validation_sets_a_part_of_each(disturb: Disturb) -> None:
-    args = ("trainer.val_check_interval=2", "trainer.limit_val_batches=2")
-    through_faults(disturb, data(f"_target_: {WAYS}.data.TwoValidations"), *args)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from checkpointless.faults.ledger import fired
-from checkpointless.observability.report.verify import compare
 from checkpointless.recovery import Place, seed_data_workers
-from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.drawing import Drawing, DrawingLines, collate, draw_init
-from tests.ranks.jobs import Disturb, run_job
+from tests.ranks.jobs import Disturb
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -56,24 +52,6 @@ def test_what_the_strategy_makes_of_a_loader(nemo_zygote: Zygote) -> None:
         iterable, unknown = answer["said"]
         assert "Lines is iterable" in iterable
         assert "tuple_iterator" in unknown
-
-
-@pytest.mark.nemo
-def test_a_loop_of_ones_own(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    script, faults = (
-        str(SCRIPTS / "plain_loader.py"),
-        ("exception@before_optimizer:rank=1,step=2", "sigkill@between:rank=0,step=5"),
-    )
-    jobs = [
-        run_job(nemo_zygote, tmp_path / f"run{len(each)}", 2, script=script, args=("7",), faults=each)
-        for each in ((), faults)
-    ]
-    for job in jobs:
-        assert job.code == 0, job.story()
-    assert fired(jobs[1].run_dir) == dict.fromkeys(faults, 1)
-    verdict = compare(jobs[0].steps, jobs[1].steps)
-    assert verdict.equal, f"{verdict.sentence}\n{jobs[1].story()}"
-    assert verdict.steps == 7
 
 
 # --- torch's own loader and workers, without a job ----------------------------------------------------------------

@@ -71,7 +71,6 @@ def fill(
     ahead: bool = False,  # the wire is played to run ahead
     gaps: bool = False,  # some tensors have gaps in the memory of destinations
 ) -> dict[str, Any]:
-    """Fill ``destinations`` from all other ranks."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     if ahead:
         ahead_wire.install()
@@ -118,7 +117,6 @@ def _compared(
     original: Mapping[Key, torch.Tensor],
     report: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return what a rank that was filled found."""
     counted = dict(ahead_wire.counts)
     checksums = MemoryChecksumManager()
     return {
@@ -131,7 +129,6 @@ def _compared(
 
 
 def total_bytes() -> int:
-    """Return the size of the whole state in bytes."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in state().values())
 
 
@@ -205,7 +202,6 @@ def fill_objects(count: int, killed: bool = False, meeting: str = "") -> dict[st
 
 
 def _compared_objects(arrived: Any, objects: Any, report: dict[str, Any], grown_mb: int) -> dict[str, Any]:
-    """Return what rank 0 found of the objects."""
     return {
         "equal": digest_value(arrived) == digest_value(objects),
         "types": [type(arrived[name]).__name__ for name in ("history", "decay", "milestones")],

@@ -54,7 +54,6 @@ def copy_of_tree(target: Path) -> Path:
 
 
 def run(command: Sequence[str], folder: Path, env: Mapping[str, str], limit_s: float | None = None) -> str:
-    """Run a command to its end, and return what it printed."""
     try:
         done = subprocess.run(
             command,
@@ -90,7 +89,6 @@ class Check:
         self._env = {**kept, "PATH": f"{self._bin}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
     def all(self) -> None:
-        """Run every check."""
         wheel, sdist = self._build()
         self._install(wheel)
         self._imports("the wheel")
@@ -180,8 +178,8 @@ class Check:
 
     def _move(self) -> None:
         """Move a node of a job on two agents and a spare; its ranks wait in step 3 until they are to pause."""
-        shutil.copy(ROOT / "tests" / "ranks" / "agent_scripts" / "moved.py", self._empty)
-        options, train = ["--cpu", "--record-steps", "--run-dir"], ["moved.py", str(STEPS), "fsdp"]
+        shutil.copy(ROOT / "tests" / "ranks" / "agent_scripts" / "once.py", self._empty)
+        options, train = ["--cpu", "--record-steps", "--run-dir"], ["once.py", str(STEPS), "fsdp"]
         self._command(["run", "--nproc-per-node", "4", *options, "stays", *train], "")
         where = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
         nodes = ["run", *where, "--nnodes", "2", "--spares", "1", "--nproc-per-node", "2", *options, "moves"]
@@ -201,7 +199,6 @@ class Check:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--torch", default="torch", help="as pip is told (default: any)")
     chosen = options.parse_args(arguments)

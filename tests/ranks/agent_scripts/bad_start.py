@@ -10,7 +10,6 @@ RANK = os.environ["RANK"]
 
 
 def note() -> int:
-    """Count the starts of this rank."""
     path = FOLDER / f"started-{RANK}"
     with path.open("a") as file:
         file.write(".")
@@ -31,7 +30,6 @@ if WHAT in ("same", "one"):
 
     @bare
     def main(caller: HPCallWrapper) -> None:
-        """Raise what a retry cannot mend, or what it can."""
         note()
         if WHAT == "same" or (RANK == "1" and caller.generation == 0):
             raise ValueError("devices=4 with 3 ranks")

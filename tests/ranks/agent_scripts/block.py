@@ -24,14 +24,12 @@ class Restart(Exception):
 
 
 def note(kind: str, **fields: object) -> None:
-    """Leave a line for the test to read."""
     line = {"kind": kind, "rank": RANK, "pid": os.getpid(), "mono": time.monotonic(), **fields}
     with (OUT / f"notes-{RANK}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def connect() -> tuple[AgentClient, Board]:
-    """Return the client of the agent and the board of this rank."""
     client, board = AgentClient.from_environment(), Board.from_environment()
     assert client is not None
     assert board is not None

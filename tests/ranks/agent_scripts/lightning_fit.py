@@ -1,4 +1,11 @@
-"""Train with Lightning's own strategies, as a user does: ``STEPS STRATEGY [FEATURES]``."""
+"""Train with Lightning's own strategies, as a user does: ``STEPS STRATEGY [FEATURES]``.
+
+Some features hand the block something past its arguments. The data module's ``setup`` tells the LightningModule of
+the data, in an ``attribute``, its ``hparams`` or a ``buffer``. ``outside``: the LightningModule is made outside of
+the block; ``late``: rank 1 waits with its update of step 3, too. ``raises-first``: rank 1 raises the first time,
+when it has no state yet. With ``check-N`` gradients are checked in every N-th step. ``by-name`` takes a strategy of
+Lightning's, which resumes from its own checkpoint after a fault.
+"""
 
 import itertools
 import math
@@ -6,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,13 +27,16 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torchmetrics import MeanMetric
 
 from checkpointless import HPWrapper
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.recovery import guard
 from checkpointless.strategies import CheckpointlessDDPStrategy, CheckpointlessModelParallelStrategy
-from checkpointless.system.environment import own_run_dir
+from checkpointless.system.environment import own_generation, own_run_dir
 
 STEPS, STRATEGY, FEATURES = int(sys.argv[1]), sys.argv[2], frozenset(sys.argv[3:])
+CHECKED = [each for each in FEATURES if each.startswith("check-")]
 WIDTH, SAMPLES = 30, 45 if os.environ["WORLD_SIZE"] == "2" else 90  # eight batches for a rank in an epoch
 
 
@@ -36,7 +47,8 @@ class Samples(Dataset[torch.Tensor]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(self.first + index)) + torch.rand(1)
+        drawn = torch.randn(WIDTH, generator=torch.Generator().manual_seed(self.first + index)) + torch.rand(1)
+        return drawn + own_generation() if "other-batch" in FEATURES else drawn
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -138,6 +150,16 @@ class PositionedLoader(DataLoader[torch.Tensor]):
 
 
 class Data(pl.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        module: Any = cast(pl.Trainer, self.trainer).lightning_module
+        spread = 1 + float(torch.randn(WIDTH, generator=torch.Generator().manual_seed(3)).std())
+        if "attribute" in FEATURES:
+            module.scale = spread
+        if "hparams" in FEATURES:
+            module.hparams.scale = spread
+        if "buffer" in FEATURES:
+            module.weight.fill_(spread)
+
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         if "stream" in FEATURES:
             return (StatefulLoader if "stateful" in FEATURES else DataLoader)(Stream(), batch_size=3)
@@ -176,9 +198,13 @@ class Data(pl.LightningDataModule):
 class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0.0
+        self.seen, self.scale = 0.0, 1.0
         self.net: Any = None
         self.automatic_optimization = "manual" not in FEATURES
+        self.rows = torch.nn.Embedding(3, WIDTH, max_norm=1.0) if "bounds" in FEATURES else None
+        self.mean = MeanMetric() if CHECKED else None
+        if "buffer" in FEATURES:
+            self.register_buffer("weight", torch.ones(()), persistent=False)
 
     def configure_model(self) -> None:
         if self.net is not None:
@@ -214,7 +240,6 @@ class Model(pl.LightningModule):
             self.trainer.optimizers = [torch.optim.AdamW(self.parameters(), lr=1e-3)]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Change the trainer itself, once."""
         trainer: Any = self.trainer
         if "settings" in FEATURES and trainer.global_step == 4 and trainer.accumulate_grad_batches == 1:
             trainer.accumulate_grad_batches, trainer.gradient_clip_val = 2, 0.05
@@ -231,12 +256,27 @@ class Model(pl.LightningModule):
             self.net[3].bias.requires_grad_(False)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
+        if self.rows is not None:
+            batch = batch + self.rows(torch.arange(len(batch)))
+        if "parts" in FEATURES and self.global_step == 0:
+            self.net[3].bias.data.copy_(batch.mean(0))
         loss = (self.net(batch) - batch.roll(1, 1)).square().mean()
+        if FEATURES & {"attribute", "hparams", "buffer"}:
+            loss = loss * self.scale * self.hparams.get("scale", 1.0) * getattr(self, "weight", 1.0)
+        if "other-loss" in FEATURES:
+            loss = loss * (1 + own_generation())
+        if self.mean is not None:
+            self.mean.update(loss.detach())
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.seen += len(batch) + 0.1 * batch_idx  # ranks alike: a peer's is as good
         if "overflow" in FEATURES and self.global_step == 3 and self.trainer.is_global_zero:
             loss = loss * float("inf")
         self.note("train_loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss, "mean": batch.mean()}
+
+    def on_after_backward(self) -> None:
+        if "other-loss" in FEATURES and self.global_rank == 1 and own_generation() == 0:
+            time.sleep(1.0)  # rank 0 has the gradients, too, and keeps its loss meanwhile
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.note("val_loss", (self.net(batch) - batch.roll(1, 1)).square().mean())
@@ -246,6 +286,8 @@ class Model(pl.LightningModule):
         self.log(name, value, sync_dist=True, **options)
 
     def configure_optimizers(self) -> Any:
+        if "raises-first" in FEATURES and self.global_rank == 1 and own_generation() == 0:
+            raise RuntimeError("the first time")
         if "lbfgs" in FEATURES:
             return torch.optim.LBFGS(self.parameters())
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -281,6 +323,10 @@ class Norms(Callback):
 
     def __init__(self) -> None:
         self.norm = self.means = 0.0
+        self.passes = 0  # no state of its own
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.passes += 1
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         for parameter in pl_module.parameters():
@@ -356,12 +402,40 @@ def stock_callbacks(folder: Path) -> list[Callback]:
 
 
 def strategy_of(name: str) -> Any:
+    if "by-name" in FEATURES:
+        return name
+    check: Any = {"sdc_check_every": int(CHECKED[0].partition("-")[2])} if CHECKED else {}
     if name == "ddp":
-        return CheckpointlessDDPStrategy(
-            static_graph="static" in FEATURES, find_unused_parameters="freezes" in FEATURES
-        )
+        static, unused = "static" in FEATURES, "freezes" in FEATURES
+        return CheckpointlessDDPStrategy(static_graph=static, find_unused_parameters=unused, **check)
     tensors, replicas = (2 if name == "hsdp-tp" else 1), (1 if "fully-sharded" in FEATURES else 2)
-    return CheckpointlessModelParallelStrategy(4, tensors, replicas=replicas)
+    return CheckpointlessModelParallelStrategy(4, tensors, replicas=replicas, **check)
+
+
+def wait_after_the_vote() -> None:
+    """Keep rank 1 from its update of step 3, of which all ranks have the gradients, until another rank fails."""
+    original = guard.vote
+
+    def vote(ends: bool = False) -> bool:
+        said = original(ends)
+        call = active_call_wrapper()
+        while os.environ["RANK"] == "1" and call is not None and (call.generation, call.steps.making) == (0, 3):
+            time.sleep(0.01)
+        return said
+
+    guard.vote = vote
+
+
+def model_from_outside() -> Model:
+    pl.seed_everything(7)
+    model = Model()
+    model.configure_model()
+    return model
+
+
+if "late" in FEATURES:
+    wait_after_the_vote()
+outside = model_from_outside() if "outside" in FEATURES else None
 
 
 @HPWrapper()
@@ -373,14 +447,19 @@ def main() -> None:
         more["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=3))
     elif "bf16" in FEATURES:
         more["precision"] = "bf16-mixed"
-    callbacks: list[Callback] = [Norms(), *([Swaps()] if "swaps" in FEATURES else [])]
-    callbacks += stock_callbacks(folder)
+    norms = Norms()
+    callbacks: list[Callback] = [norms, *([Swaps()] if "swaps" in FEATURES else []), *stock_callbacks(folder)]
+    if "waits" in FEATURES:
+        from tests.ranks.moving import Waits
+
+        callbacks.append(Waits())
     if "saves" in FEATURES:
         options: Any = {"every_n_train_steps": 2, "save_top_k": 2, "monitor": "step", "mode": "max"}
         callbacks.append(StoppedSaves(folder / "saved", save_last="link", **options))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy=strategy_of(STRATEGY),
         max_steps=STEPS,
         accumulate_grad_batches=2 if "accumulate" in FEATURES else 1,
@@ -397,10 +476,13 @@ def main() -> None:
         log_every_n_steps=1,
         **more,
     )
-    model: Any = Model()
+    model: Any = outside or Model()
     if "compiled" in FEATURES:
         model = torch.compile(model, backend="aot_eager")
-    trainer.fit(model, Data())
+    trainer.fit(model, Data(), ckpt_path="last" if "by-name" in FEATURES else None)
+    if CHECKED:
+        metrics = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+        print(f"ends with {norms.passes} {model.seen!r} {metrics}", flush=True)
     if "compiled" in FEATURES:
         print(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
 

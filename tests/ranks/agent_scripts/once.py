@@ -1,9 +1,9 @@
-"""Do in the block what a process can do only once: ``STEPS LAYOUT ONCE``.
+"""Train in one of several layouts, and do in the block what a process can do only once: ``STEPS LAYOUT [ONCE]``.
 
 LAYOUT: ddp, hsdp (two replicas) or sharded. ONCE: spawn (``set_start_method``), registry (which refuses a second
 entry), always (which fails in every process but the first), or process (nothing, but
 ``HPWrapper(restart="process")``). Rank 1's successor finds its state ``damaged``, rank 1 finds no place for its
-state (``full``), or successors ``wait`` before the block.
+state (``full``), or successors ``wait`` before the block. With ``waits`` step 3 lasts until a node is to move.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 from checkpointless.system.environment import HANDOVER_ENV, INCARNATION_ENV
 
-STEPS, LAYOUT, ONCE = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+STEPS, LAYOUT, ONCE = int(sys.argv[1]), sys.argv[2], (*sys.argv, "")[3]
 WIDTH = 40
 RANK, IS_NEW = int(os.environ["RANK"]), os.environ[INCARNATION_ENV] != "0"
 HANDED_OVER = Path(os.environ[HANDOVER_ENV]) / f"rank-{RANK}"
@@ -78,11 +78,12 @@ def main(caller: HPCallWrapper) -> None:
     torch.manual_seed(1)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     torch.manual_seed(100 + RANK)
     np.random.seed(RANK)
     random.seed(RANK)
     norms: list[float] = []
-    training = PlainTraining(caller, [model], [optimizer], state={"norms": norms})
+    training = PlainTraining(caller, [model], [optimizer], schedulers=[scheduler], state={"norms": norms})
     if RANK == 1 and "full" in sys.argv:
         HANDED_OVER.touch()  # a file, in which no file can be
     for step in training.steps(STEPS):
@@ -93,6 +94,11 @@ def main(caller: HPCallWrapper) -> None:
         caller.enter_phase("backward", step)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), sum(norms[-3:]) + 1)))
+        deadline_s = time.monotonic() + 120
+        while "waits" in sys.argv and step == 3 and caller.generation == 0 and not caller.pause.is_wanted:
+            assert time.monotonic() < deadline_s, "nobody moves a node"
+            caller.beat()
+            time.sleep(0.005)
         training.update(loss.item())
     dist.barrier()
 

@@ -1,10 +1,12 @@
 """Make all-reduces under an ``HPWrapper`` with parts of one's own; rank 1 raises in step 3 of generation 0.
 
 The argument names the part: ``finalize`` is a clean-up that does nothing; ``abort``, ``clean-up`` and ``health``
-hang on rank 0, once; with ``device`` there seems to be a GPU, which hangs so.
+hang on rank 0, once; with ``device`` there seems to be a GPU, which hangs so. With ``kill`` and ``raise`` rank 1 is
+lost in that way, in place of its error, between saying where it listens and connecting to its peers.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
 
 WHAT = sys.argv[1]
+IS_LOST = WHAT in ("kill", "raise")
 RANK = int(os.environ["RANK"])
 cuda: Any = torch.cuda  # Any: its functions are replaced
 SEEN = Path(os.environ["CHECKPOINTLESS_RUN_DIR"]) / "hung"
@@ -31,6 +34,24 @@ class Part:
         if self.name == WHAT and RANK == 0 and not SEEN.exists():
             SEEN.touch()
             time.sleep(60)
+
+
+class LastWords(dist.Store):
+    """Stands in for a store: its rank is lost when it asks for the first address, after it told its own."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def wait(self, *_: object) -> None:
+        """Lose this rank when its peers have come to wait for its connection."""
+        time.sleep(1)
+        if WHAT == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("lost while the group was made")
 
 
 parts: dict[str, Any] = {"finalize": Part("clean-up")} if WHAT == "finalize" else {}
@@ -49,10 +70,14 @@ if WHAT == "health":
     parts = {"health_check": Part("health")}
 
 
-@HPWrapper(abort_timeout=1.0, **parts)
+@HPWrapper(abort_timeout=20.0 if IS_LOST else 1.0, **parts)
 def main(cfg: str, caller: HPCallWrapper | None = None) -> None:
     assert caller is not None
-    dist.init_process_group("gloo")
+    if IS_LOST and caller.generation == 0:
+        store, rank, size = next(dist.rendezvous("env://"))
+        dist.init_process_group("gloo", store=LastWords(store) if RANK == 1 else store, rank=rank, world_size=size)
+    else:
+        dist.init_process_group("gloo")
     pair = dist.new_group([0, 1])
     for step in range(1, 6):
         caller.begin_step(step)

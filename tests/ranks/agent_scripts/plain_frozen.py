@@ -1,5 +1,6 @@
 """Train in a loop of one's own, with parameters that are frozen at first: ``STEPS WHAT``.
 
+``norm`` freezes none, and has a batch normalization.
 ``frees`` trains them from step 4 on, and freezes others from step 7 on; ``late`` does so behind the update of step
 4. ``adds`` gives the optimizer more in step 4.
 """
@@ -19,8 +20,9 @@ STEPS, WHAT, WIDTH = int(sys.argv[1]), sys.argv[2], 16
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH))
-    model[0].requires_grad_(False)
+    between = torch.nn.BatchNorm1d(WIDTH) if WHAT == "norm" else torch.nn.ReLU()
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Linear(WIDTH, WIDTH))
+    model[0].requires_grad_(WHAT == "norm")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(100 + dist.get_rank())
     training = PlainTraining(modules=[model], optimizers=[optimizer])

@@ -148,7 +148,6 @@ class Rows:
 
 
 def follow(teacher: torch.nn.Module, inner: torch.nn.Module) -> None:
-    """Have the teacher follow the model, if that is the habit."""
     if HABIT == "follows":
         with torch.no_grad():
             for mine, theirs in zip(teacher.parameters(), inner.parameters()):
@@ -227,7 +226,6 @@ def change_between(inner: torch.nn.Module, data: torch.Tensor) -> None:
 
 
 def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Return the model, and what wraps it."""
     between = LAYERS.get(HABIT, torch.nn.Identity)()
     layers = (torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH))
     inner = torch.nn.Sequential(*layers)
@@ -285,11 +283,13 @@ def main(caller: HPCallWrapper) -> None:
         enter_step(caller, step, functools.partial(validate_others, caller, training, inner, data, step))
         if HABIT == "plateaus" and plateau is not None and step % 2 == 0:
             plateau.step(1.0)
-        x = rows.take(step)
+        x = rows.take(step) + (caller.generation if HABIT == "other-batch" else 0)
         caller.enter_phase("forward", step)
-        loss = (model(x) - x.roll(1, 1)).square().mean()
+        loss = (model(x) - x.roll(1, 1)).square().mean() * (1 + caller.generation * (HABIT == "other-loss"))
         caller.enter_phase("backward", step)
         loss.backward()
+        if HABIT == "other-loss" and dist.get_rank() == 1 and caller.generation == 0:
+            time.sleep(1.0)  # rank 0 has the gradients, too, and keeps its loss meanwhile
         if HABIT == "stops" and step == STEPS - 2 and dist.get_rank() == 0:
             training.stop()
         training.update(loss.item())

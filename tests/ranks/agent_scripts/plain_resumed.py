@@ -1,6 +1,7 @@
-"""A loop of one's own that goes on from its own checkpoint: ``FOLDER STEPS [uneven]``.
+"""A loop of one's own that goes on from its own checkpoint: ``FOLDER STEPS EVERY [uneven] [repeats]``.
 
-A checkpoint is written every second step, so after a fault the function loads another one than at the start.
+A checkpoint is written after each EVERY steps, so after a fault the function loads another one than at the start.
+With ``repeats`` no step draws from streams, which begin once more when the whole job does.
 """
 
 import sys
@@ -13,14 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless import HPWrapper, PlainTraining
 
-PATH, STEPS, UNEVEN = Path(sys.argv[1], "checkpoint.pt"), int(sys.argv[2]), sys.argv[3:] == ["uneven"]
+PATH, STEPS, EVERY = Path(sys.argv[1], "checkpoint.pt"), int(sys.argv[2]), int(sys.argv[3])
+REPEATS = "repeats" in sys.argv
 
 
 @HPWrapper()
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
-    inner = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
+    inner = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.2 * (not REPEATS)), torch.nn.Linear(16, 1)
+    )
     optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
     done = 0
@@ -30,7 +34,7 @@ def main() -> None:
         for part, state in zip(parts, saved["parts"], strict=True):
             part.load_state_dict(state)
         done = saved["step"]
-    if UNEVEN:
+    if "uneven" in sys.argv:
         done += dist.get_rank()
     model = DistributedDataParallel(inner)
     torch.manual_seed(100 + dist.get_rank())
@@ -45,9 +49,9 @@ def main() -> None:
             draft.replace(PATH)
 
     for step in training.steps(STEPS, done=done):
-        if step % 2 == 1 and step > 1:
+        if step % EVERY == 1 and step > 1:
             save(step - 1)
-        x = torch.randn(4, 8)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step) if REPEATS else None)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()
         training.update(loss.item())

@@ -1,17 +1,25 @@
-"""Make ten steps; ``RANK:STEP:GENERATION:WHAT`` arguments say what goes wrong (``*`` for every generation)."""
+"""Make ten steps; ``RANK:STEP:GENERATION:WHAT`` arguments say what goes wrong (``*`` for every generation).
+
+``WHO:WHEN:WHAT`` arguments say what happens to ranks on their way to the barrier: WHEN is ``before`` or ``after``
+(the rank has said that it is there); WHAT is a signal or ``sleep``; a ``+`` before WHO does it in every process of
+that rank, not only in its first.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 import time
 
 from block import INCARNATION, OUT, RANK, connect, note, run_block
 
 from checkpointless.launcher.protocol.messages import GiveUp, Replace
 
-FAULTS = [argument.split(":") for argument in sys.argv[1:]]
+ARGUMENTS = [argument.split(":") for argument in sys.argv[1:]]
+FAULTS = [each for each in ARGUMENTS if len(each) == 4]
+MISHAPS = [each for each in ARGUMENTS if len(each) == 3]
 NOT_COLLECTIVE = ("sleep", "wait", "gate", "stillborn")  # the others go on
 
 
@@ -83,8 +91,27 @@ def fail(step: int, generation: int, faults: list[tuple[str, str]]) -> None:
             os.kill(os.getpid(), getattr(signal, what))
 
 
+def suffer(what: str) -> None:
+    note("suffers", what=what)
+    if what == "sleep":
+        time.sleep(60)
+    else:
+        os.kill(os.getpid(), getattr(signal, what))
+
+
+def cleanup() -> None:
+    for who, when, what in MISHAPS:
+        if int(who) == RANK and INCARNATION == 0:
+            if when == "before":
+                suffer(what)
+            else:
+                threading.Timer(0.05, suffer, [what]).start()
+
+
+if INCARNATION > 0 and f"+{RANK}" in (who for who, *_ in MISHAPS):
+    time.sleep(60)
 if INCARNATION > 0 and any(what == "stillborn" for *_, what in FAULTS):
     sys.exit(7)
 print(f"incarnation {INCARNATION} begins")
-run_block(int(os.environ.get("STEPS", "10")), work)
+run_block(int(os.environ.get("STEPS", "10")), work, cleanup=cleanup)
 print("done")

@@ -31,7 +31,6 @@ class Mock(MockDataModule):
     """
 
     def setup(self, stage: str = "") -> None:
-        """Make the datasets."""
         sizes = {"train": self.num_train_samples, "valid": self.num_val_samples, "test": self.num_test_samples}
         self._train_ds, self._validation_ds, self._test_ds = (
             _MockGPTDataset(self.tokenizer, name, size, self.seq_length, create_attention_mask=True)
@@ -51,7 +50,6 @@ class TwoValidations(TextDataModule):
     """Provides the demo's text with two validation sets."""
 
     def val_dataloader(self) -> Any:
-        """Return the loaders of both sets."""
         return [self._dataloader(self._validation, "validation"), self._dataloader(self._train, "validation")]
 
 
@@ -118,11 +116,9 @@ class EndlessText(IterableDataset):
             }
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many samples it gave."""
         return {"given": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind the samples that ``state`` counts."""
         self._given = state["given"]
 
 
@@ -130,12 +126,10 @@ class ResumableLoader(WrappedDataLoader):
     """Says where its dataset stands, by Lightning's protocol of resumable loaders."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state of the dataset."""
         dataset: Any = self.dataset
         return dataset.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Hand the state to the dataset."""
         dataset: Any = self.dataset
         dataset.load_state_dict(state)
 
@@ -163,5 +157,4 @@ class _AsItComes(MegatronDataSampler):
     """Leaves the loader as it is."""
 
     def transform_dataloader(self, dataloader: Any, consumed_samples: int = 0) -> Any:
-        """Return the loader as it came."""
         return dataloader

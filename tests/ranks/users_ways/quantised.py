@@ -59,7 +59,6 @@ class QuantisedTensor(torch.Tensor):
         return made
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values."""
         return (self._data.view(_FORMAT).float() * self._scale_inv).bfloat16()
 
     @classmethod

@@ -64,7 +64,6 @@ class ScaledLinear(ColumnParallelLinear):
         self.fp8_meta_tensors_initialized = False
 
     def init_fp8_meta_tensors(self, recipe: object) -> None:
-        """Make scales and histories, unless they are there already."""
         if not self.fp8_meta_tensors_initialized:
             products = self.fp8_meta["num_gemms"]
             self.fp8_meta["scaling_fwd"] = DelayedScalingState(3 * products)
@@ -85,7 +84,6 @@ class ScaledLinear(ColumnParallelLinear):
         return _RoundedGradient.apply(output, backward), bias
 
     def product(self, input_: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> Any:
-        """Multiply as Megatron does."""
         return super().forward(input_, weight, **kwargs)
 
     def get_extra_state(self) -> torch.Tensor:
@@ -97,7 +95,6 @@ class ScaledLinear(ColumnParallelLinear):
         return torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Take what a checkpoint kept."""
         if not state.numel():
             return
         self.fp8_meta["num_gemms"] = 1

@@ -21,7 +21,6 @@ OWN = {"dev", "docs"}
 
 
 def names(requirements: list[str]) -> set[str]:
-    """Return the normalised names of what is required."""
     return {normalised(Requirement(each).name) for each in requirements}
 
 

@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.unit.project.test_floors import MODULES, tree_of
 from tests.unit.project.test_readme import DOCUMENTS, ROOT
 
 DOCS = ROOT / "docs"
-SOURCES = [
-    path
-    for folder in ("checkpointless", "callbacks", "strategies", "recipes")
-    for path in (ROOT / folder).rglob("*.py")
-]
+SOURCES = MODULES.values()
 MESSAGES = (DOCS / "troubleshooting.md").read_text()
 
 
@@ -64,7 +61,7 @@ def test_python_compiles_and_every_name_is_defined(tmp_path: Path) -> None:
 def _texts() -> Iterator[str]:
     """Yield every string of the code; an f-string also comes as one, with ``{}`` for each value in it."""
     for source in SOURCES:
-        for node in ast.walk(ast.parse(source.read_text())):
+        for node in ast.walk(tree_of(source)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
             elif isinstance(node, ast.JoinedStr):

@@ -18,19 +18,12 @@ from checkpointless.system.environment import (
     own_run_dir,
     own_world_size,
 )
-
-ROOT = Path(__file__).parents[3]
-SOURCES = [
-    path.relative_to(ROOT).as_posix()
-    for folder in ("checkpointless", "callbacks", "strategies", "recipes")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-]
+from tests.unit.project.test_floors import MODULES, tree_of
 
 
-def literals(source: str) -> Iterator[str]:
+def literals(source: Path) -> Iterator[str]:
     """Yield every string in a file that is not documentation, with the parts of f-strings."""
-    text = (ROOT / source).read_text()
-    tree = ast.parse(text if "CHECKPOINTLESS_" in text else "")
+    tree = tree_of(source)
     alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
     documentation = {id(value) for value in alone if isinstance(value, ast.Constant)}
     for node in ast.walk(tree):
@@ -39,7 +32,7 @@ def literals(source: str) -> Iterator[str]:
 
 
 def test_only_one_module_names_our_variables() -> None:
-    for source in (source for source in SOURCES if source != "checkpointless/system/environment.py"):
+    for source in (path for name, path in MODULES.items() if name != environment.__name__):
         found = {name for text in literals(source) for name in re.findall(r"CHECKPOINTLESS_[A-Z_]+", text)}
         assert not found, f"{source} names {', '.join(sorted(found))}: take it from system.environment"
 

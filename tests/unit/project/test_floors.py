@@ -76,25 +76,7 @@ TYPED_MESSAGES = (
     "launcher.coordinator",
     "observability.telemetry",
 )  # msgspec is a few hundred kilobytes, and loads in milliseconds
-NO_FRAMEWORK = (
-    *STANDARD_LIBRARY_ONLY,
-    "observability.report",
-    "state",
-    "state.serialization",
-    "transfer",
-    "launcher.client",
-    "observability.monitoring",
-    "launcher.agent",
-    "inprocess",
-    "doctor",
-    "replication",
-    "replication.handover",
-    "replication.tiers",
-    "replication.local_checkpoint",
-    "recovery",
-    "integrations.torch",
-    "__init__",
-)
+NO_FRAMEWORK = {part for part, floor in FLOORS.items() if floor <= FLOORS["__init__"]} - {"integrations.compat"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -147,7 +129,6 @@ def imports(module: str) -> Iterator[str]:
 
 
 def own_parts(module: str) -> set[str]:
-    """Return the parts of this package that a module imports."""
     return {
         part_of(name) if part_of(name) in FLOORS else "__init__"
         for name in imports(module)

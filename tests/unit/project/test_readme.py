@@ -11,11 +11,11 @@ import pytest
 import checkpointless
 from checkpointless.cli import command_line
 from checkpointless.faults.spec import parse
+from tests.unit.project.test_floors import MODULES
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-TOP_FOLDERS = {"callbacks", "recipes", "strategies"}
 FILES_OF_THE_READER = {"train.py", "my_recipe.yaml"}
 
 
@@ -30,7 +30,6 @@ def commands_of(document: Path) -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Yield the commands of all documents."""
     for document in DOCUMENTS:
         yield from commands_of(document)
 
@@ -43,13 +42,7 @@ def quoted(document: Path) -> list[str]:
 
 def source_of(module: str) -> Path | None:
     """Return the file of a module of this package, found without importing it."""
-    parts = module.split(".")[1:]
-    base = ROOT if parts and parts[0] in TOP_FOLDERS else ROOT / "checkpointless"
-    path = base.joinpath(*parts)
-    for candidate in (path / "__init__.py", path.with_suffix(".py") if parts else path / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
+    return MODULES.get(f"{module}.__init__") or MODULES.get(module)
 
 
 def names_in(source: Path) -> set[str]:

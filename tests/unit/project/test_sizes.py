@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tests.unit.project.private_names import private_names
 from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
@@ -12,10 +13,11 @@ BUDGETS = {
     "lines of the product": 48_538,
     "modules of the product": 212,
     "public names of the product": 665,
-    "lines of the tests": 51_942,
-    "bytes of docs/": 202_363,
+    "private names of other packages": 104,
+    "lines of the tests": 50_587,
+    "bytes of docs/": 202_358,
     "bytes of docs/architecture.md": 34_860,
-    "bytes of docs/guarantees.md": 13_466,
+    "bytes of docs/guarantees.md": 13_471,
     "lines of README.md": 129,
 }
 FUNCTION_LINES = 60
@@ -26,7 +28,6 @@ def lines(*paths: Path) -> int:
 
 
 def public_names(path: Path) -> int:
-    """Return how many classes and functions of a module are public."""
     defined = (node for node in tree_of(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef))
     return sum(not node.name.startswith("_") for node in defined)
 
@@ -37,6 +38,7 @@ def measured() -> dict[str, int]:
         "lines of the product": lines(*MODULES.values()),
         "modules of the product": len(MODULES),
         "public names of the product": sum(map(public_names, MODULES.values())),
+        "private names of other packages": sum(map(len, private_names().values())),
         "lines of the tests": lines(*(ROOT / "tests").rglob("*.py")),
         "bytes of docs/": sum(path.stat().st_size for path in docs.rglob("*.md")),
         "bytes of docs/architecture.md": (docs / "architecture.md").stat().st_size,
@@ -47,7 +49,9 @@ def measured() -> dict[str, int]:
 
 def test_the_budgets_are_kept() -> None:
     over = {what: found for what, found in measured().items() if found > BUDGETS[what]}
-    assert not over, "too many: what can go?"
+    assert not over, (
+        "too many: what can go? Private names belong in integrations/compat, with the versions that have them"
+    )
 
 
 def test_functions_are_of_a_readable_size() -> None:

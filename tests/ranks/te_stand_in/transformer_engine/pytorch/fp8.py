@@ -8,7 +8,6 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        """Return False."""
         return False
 
     @classmethod

@@ -49,12 +49,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Take the group that the forward and the backward pass use."""
         self.tp_group = tp_group
         self.tp_group_initialized = True
 
     def begin_forward(self, inp: torch.Tensor) -> None:
-        """Note what every forward pass notes."""
         self.allow_different_data_and_param_types = False
         self.forwarded_at_least_once = True
         self.activation_dtype = inp.dtype

@@ -1,4 +1,4 @@
-"""Stands for the core of attention."""
+"""Stands for the core of attention; files and lines are those of `attention/dot_product_attention/`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transformer_engine.pytorch.attention.dot_product_attention.backends import UnfusedDotProductAttention
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 
@@ -75,20 +74,63 @@ class DotProductAttention(TransformerEngineBaseModule):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: str = "causal",
     ) -> torch.Tensor:
-        """Return the attention of this rank's heads."""
         self.begin_forward(query)
         mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool).triu(1)
         if self.cp_group is not None:
-            places = [_places(rank, self.cp_group.size(), key.shape[0]) for rank in range(self.cp_group.size())]
-            key, value = (_Gather.apply(each, self.cp_group) for each in (key, value))
-            mask = torch.cat(places)[None, :] > places[self.cp_group.rank()][:, None]
+            key, value, mask = _gathered(key, value, self.cp_group)
         return self.unfused_attention(query, key, value, mask)
+
+
+class UnfusedDotProductAttention(torch.nn.Module):
+    """Keeps the tracker's `fork`, bound to the tracker of the time it was built (`backends.py:212`)."""
+
+    def __init__(self, softmax_scale: float, *, attention_dropout: float, attention_dropout_ctx: Any) -> None:
+        super().__init__()
+        self.softmax_scale, self.attention_type = softmax_scale, "self"
+        self.attention_dropout_ctx = attention_dropout_ctx
+        self.scale_mask_softmax = FusedScaleMaskSoftmax()
+        self.attention_dropout = torch.nn.Dropout(attention_dropout)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key)
+        probabilities = self.scale_mask_softmax(scores, mask, "causal", self.softmax_scale)
+        with self.attention_dropout_ctx():
+            probabilities = self.attention_dropout(probabilities)
+        return torch.einsum("bhst,tbhd->sbhd", probabilities, value).flatten(2)
+
+
+class FusedScaleMaskSoftmax(torch.nn.Module):
+    """Keeps attributes that do not exist before the first forward pass (`softmax.py:173` to 176)."""
+
+    def forward(self, inp: torch.Tensor, mask: torch.Tensor, attn_mask_type: str, scale: float) -> torch.Tensor:
+        self.input_in_fp16 = inp.dtype == torch.float16
+        self.input_in_bf16 = inp.dtype == torch.bfloat16
+        self.input_in_float16 = self.input_in_fp16 or self.input_in_bf16
+        self.attn_mask_type = attn_mask_type
+        return torch.softmax((inp * scale).masked_fill(mask, -10000.0), dim=-1)
+
+
+def _accept(module: torch.nn.Module, incompatible_keys: Any) -> None:
+    """Accept a state without what FP8 adds to it."""
+
+
+def _gathered(
+    key: torch.Tensor, value: torch.Tensor, group: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys and values of all ranks of a group, and the mask of what this rank's queries may not see."""
+    rank, ranks = group.rank(), group.size()
+    length = key.size(0) * ranks
+    there = torch.cat([_places(other, ranks, length) for other in range(ranks)])
+    mask = there[None, :] > _places(rank, ranks, length)[:, None]
+    return _Gather.apply(key, group), _Gather.apply(value, group), mask
 
 
 def _places(rank: int, ranks: int, length: int) -> torch.Tensor:
     """Return which tokens of a sequence Megatron gives to a rank: a piece of its beginning and one of its end."""
-    piece = length // 2
-    return torch.cat([torch.arange(each * piece, (each + 1) * piece) for each in (rank, 2 * ranks - rank - 1)])
+    piece = length // (2 * ranks)
+    return torch.cat([torch.arange(start * piece, (start + 1) * piece) for start in (rank, 2 * ranks - rank - 1)])
 
 
 class _Gather(torch.autograd.Function):
@@ -106,7 +148,3 @@ class _Gather(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
-
-
-def _accept(module: torch.nn.Module, incompatible_keys: Any) -> None:
-    """Accept a state without what FP8 adds to it."""

@@ -1,4 +1,4 @@
-"""A recipe of NeMo's collection, enabled and run by NeMo-Run, comes through faults with the same bits."""
+"""A user's NeMo script with our three lines, and a recipe of NeMo's that NeMo-Run runs, come through faults."""
 
 import contextlib
 import json
@@ -19,33 +19,41 @@ from tests.ranks.nemo_zygote import ROOT, Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
 
-SCRIPT = str(ROOT / "examples" / "nemo_run_recipe.py")
+RECIPE = "nemo_run_recipe"
 STEPS = 6
 FAULTS = ("exception@backward:rank=1,step=3", "sigkill@forward:rank=0,step=4")
 
 
-def _train(zygote: Zygote, run_dir: Path, *options: str, faults: tuple[str, ...] = (), nproc: int = 2) -> Job:
-    args = ("--steps", str(STEPS), "--dir", str(run_dir / "nemo"), *options)
-    return run_job(zygote, run_dir, nproc, script=SCRIPT, args=args, faults=faults)
+def _train(
+    zygote: Zygote, run_dir: Path, name: str, *options: str, faults: tuple[str, ...] = (), nproc: int = 2
+) -> Job:
+    script = str(ROOT / "examples" / f"{name}.py")
+    args = ("--steps", str(STEPS), *options, *(("--dir", str(run_dir / "nemo")) if name == RECIPE else ()))
+    return run_job(zygote, run_dir, nproc, script=script, args=args, faults=faults)
 
 
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("--lora",), marks=pytest.mark.long)], ids=["pretrain", "lora"]
+    ("name", "nproc", "options"),
+    [
+        pytest.param("train_gpt", 2, (), id="script"),
+        pytest.param("train_gpt", 4, ("--tensor-parallel", "2"), id="script-tp2", marks=pytest.mark.long),
+        pytest.param(RECIPE, 2, (), id="recipe"),
+        pytest.param(RECIPE, 2, ("--lora",), id="recipe-lora", marks=pytest.mark.long),
+    ],
 )
-def test_every_object_is_made_anew_and_every_bit_is_the_same(
-    nemo_zygote: Zygote, tmp_path: Path, options: tuple[str, ...]
+def test_every_object_is_made_once_more_and_every_bit_is_the_same(
+    nemo_zygote: Zygote, tmp_path: Path, name: str, nproc: int, options: tuple[str, ...]
 ) -> None:
-    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed", *options)
-    assert undisturbed.code == 0, undisturbed.story()
-    assert undisturbed.incidents == []
-
-    disturbed = _train(nemo_zygote, tmp_path / "disturbed", *options, faults=FAULTS)
-    assert disturbed.code == 0, disturbed.story()
-    assert fired(disturbed.run_dir) == {fault: 1 for fault in FAULTS}
-    assert [incident.outcome for incident in disturbed.incidents] == [Outcome.RESUMED, Outcome.RESUMED]
-    assert [incident.respawned for incident in disturbed.incidents] == [(), (0,)]
-
-    disturbed.assert_same(undisturbed.steps, STEPS)
+    calm = _train(nemo_zygote, tmp_path / "calm", name, *options, nproc=nproc)
+    assert calm.code == 0, calm.story()
+    assert calm.incidents == []
+    assert all([each.step for each in calm.steps[rank]] == list(range(1, STEPS + 1)) for rank in range(nproc))
+    rough = _train(nemo_zygote, tmp_path / "rough", name, *options, nproc=nproc, faults=FAULTS)
+    assert rough.code == 0, rough.story()
+    assert fired(rough.run_dir) == dict.fromkeys(FAULTS, 1)
+    assert [incident.outcome for incident in rough.incidents] == [Outcome.RESUMED, Outcome.RESUMED]
+    assert [incident.respawned for incident in rough.incidents] == [(), (0,)]
+    rough.assert_same(calm.steps, STEPS)
 
 
 @pytest.mark.long
@@ -83,7 +91,7 @@ def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
     assert process.returncode == 0, output
     assert "finished: SUCCEEDED" in output
     assert fired(run_dir) == {fault: 1}
-    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed")
+    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed", RECIPE)
     verdict = compare(undisturbed.steps, read_steps(run_dir))
     assert verdict.equal, f"{verdict.sentence}\n{output}"
     assert verdict.steps == STEPS

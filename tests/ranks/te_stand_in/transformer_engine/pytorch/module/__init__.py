@@ -1,1 +1,0 @@
-"""Stands for the modules with parameters."""
