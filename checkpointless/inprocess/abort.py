@@ -1,10 +1,9 @@
 """Stop what a rank is doing, from the fault thread, while the main thread may be blocked in it.
 
-A data-loader worker shares an event with the process that started it, and the event has a lock. The worker takes
-the lock for each batch, to see whether it has to end; the other process takes it to end the worker
-(``_shutdown_workers``). A worker that is killed while it holds the lock never releases it, and the other process
-waits forever in C, where no interruption is handled (``benchmarks/soak/worker_locks.py`` counts how often). A read
-of a message that was only partly written never ends either: the reading process holds the other end of the pipe.
+A data-loader worker takes the lock of an event for each batch, to see whether it has to end; the process that
+started it takes it to end the worker. A worker that is killed with the lock never releases it, and the other
+process waits forever in C, where no interruption is handled (``benchmarks/soak/worker_locks.py`` counts how often).
+Nor does a read of a message end that was only partly written: the reader holds the other end of the pipe.
 """
 
 from __future__ import annotations

@@ -71,13 +71,12 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
 class MainThread:
     """The thread that runs the re-executable code block, and the means to make it leave the block.
 
-    An interruption is a signal that is never sent: Python takes it as arrived, so no system call is cut short.
-    Its handler runs in the main thread, between two bytecodes or where C code checks for signals, and sees the
-    frames that it would interrupt. It raises only if the block's frame is among them. Code before or after the
-    block is therefore never hit, no matter when the interruption was requested or how late it is handled. (An
-    exception that another thread sets with ``PyThreadState_SetAsyncExc`` is raised wherever the thread is by then.)
-    Python swallows an exception that is raised in a destructor, so the interruption is repeated until the thread
-    has left the block, but not in the middle of code that releases resources.
+    An interruption is a signal that is never sent: Python takes it as arrived, so no system call is cut short. Its
+    handler sees, in the main thread, the frames that it would interrupt, and raises only if the block's frame is
+    among them: code before or after the block is never hit, no matter how late it is handled. (An exception that
+    another thread sets with ``PyThreadState_SetAsyncExc`` is raised wherever the thread is by then.) Python
+    swallows an exception that is raised in a destructor, so the interruption is repeated until the thread has left
+    the block, but not in the middle of code that releases resources.
 
     Raises:
         InternalError: the current thread is not the main thread, the only one that handles signals.
@@ -214,13 +213,11 @@ def _is_in_block(frame: FrameType | None) -> bool:
 def _spared_s(frame: FrameType | None, importing_s: float) -> float:
     """Return for how many seconds the thread must not be interrupted in ``frame``; 0 almost everywhere.
 
-    ``logging`` and the import system can be interrupted, like any other code, between taking a lock and the
-    ``try`` that releases it; every thread of the process would then wait for that lock. Code that is interrupted
-    while it closes descriptors or joins a child process does not do so later. Most of that code runs in
-    destructors, from which an exception does not even propagate. A module that is imported in the block and
-    interrupted is half imported: what it registered stays, and it cannot register that again (torch's operators,
-    for example); so imports are spared for ``importing_s``. A module that trains while it is imported is
-    interrupted where it waits for its peers.
+    ``logging`` and the import system can be interrupted between taking a lock and the ``try`` that releases it, and
+    every thread would wait for that lock. Code that is interrupted while it closes descriptors or joins a child
+    process, mostly in destructors, does not do so later. A module that is interrupted in its import is half
+    imported, and cannot register again what it registered; so imports are spared for ``importing_s``, except where
+    they wait for peers.
     """
     spared_s = min(_IMPORTING_S, importing_s) if _is_importing(frame) else 0.0
     for _ in range(_INNERMOST):

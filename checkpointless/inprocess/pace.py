@@ -1,12 +1,10 @@
 """What a rank does by itself in each step, apart from its waits for others: the agent reads it from the board.
 
-A step is measured from one vote before an update to the next. A synchronous data-parallel job is as slow as its
-slowest rank, and all ranks' steps take equally long; only what each did by itself says who holds up the others.
-
-Waits that Python sees are left out. Those of DDP's backward pass are in C++, so the work of a step ends with the
-gradient of its first parameter, which comes about last. On GPUs, collectives do not make the host wait: with DDP
-the work up to that gradient is measured by events on the device, which the vote has completed; without DDP it is
-only what the host does.
+A step is measured from one vote before an update to the next. All ranks' steps take equally long; what each did by
+itself says who holds up the others. Waits that Python sees are left out. Those of DDP's backward pass are in C++,
+so the work of a step ends with the gradient of its first parameter, which comes about last. On GPUs, collectives do
+not make the host wait: with DDP the work up to that gradient is measured by events on the device, which the vote
+has completed; without DDP it is only what the host does.
 """
 
 from __future__ import annotations

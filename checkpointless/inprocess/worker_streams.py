@@ -1,10 +1,8 @@
 """Random numbers drawn in data-loader workers, made a function of the batch instead of the worker's history.
 
 Without this module, a worker's streams begin with a seed that the training process draws when it starts the worker,
-and continue from batch to batch. After a fault the workers are new, and would draw other numbers than in a run
-without the fault. Here a worker's streams are set for every batch, from the seed of the job and the identity of the
-batch. A batch that is loaded again, or by another worker, then has the same bits, however far the lost workers had
-read ahead.
+and after a fault the workers are new. Here they are set for every batch, from the seed of the job and the identity
+of the batch, however far the lost workers had read ahead.
 """
 
 from __future__ import annotations

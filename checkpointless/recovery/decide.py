@@ -38,11 +38,10 @@ class RankReport:
         committed: the optimizer step of the whole state that the rank holds, or None if it holds none.
         ready: whether the rank also holds the final gradients of step ``committed + 1`` and can apply them alone.
         torn: whether an update failed half-way; the rank's state then belongs to no step.
-        parts: the rank's parts of model and optimizer state, each known by its replica group: the ranks that hold
-            the same tensors, this rank included.
+        parts: the rank's parts of the state, each by its replica group: the ranks that hold the same, this one
+            included.
         digests: the digest of each part's shard at ``committed``, in the order of ``parts``, if checksums are on.
-        stages: the points after step ``committed`` at which the rank has its state
-            (:class:`~checkpointless.state.port.SnapshotPoint`).
+        stages: the points (``SnapshotPoint``) after step ``committed`` at which the rank has its state.
         streams: the steps and points for which the rank's random streams are known.
         saves: the background saves whose end the rank has not gone through: for each its number, the step and the
             stage after which it began, and whether its writer still works on it.

@@ -1,9 +1,8 @@
 """The journal of a rank's steps: snapshots at its newest step boundaries, and the update in the making.
 
 A training reports to it when the gradients of a step are final (:meth:`StepJournal.ready`), when their update is
-applied (:meth:`StepJournal.applied`), and when it has reached a point after a step (:meth:`StepJournal.reached`).
-What a later step changes is captured then. Random streams, buffers and what else only this rank has are kept
-together outside of the process, too, and always before the snapshot: a rank that has a snapshot also has them.
+applied, and when it has reached a point after a step; what a later step changes is captured then. What only this
+rank has is kept outside of the process, too, and always before the snapshot.
 """
 
 from __future__ import annotations

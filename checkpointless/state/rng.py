@@ -1,8 +1,7 @@
 """Capture a rank's random streams, keep them as bytes, and put them back bit for bit.
 
-The streams are captured at least twice per optimizer step. One that has not moved keeps the same bytes object, by
-which the board knows that it has it already. A fault may interrupt a capture between any two instructions, so what
-was taken is kept in one assignment.
+A stream that has not moved keeps the same bytes object, by which the board knows that it has it already. A fault
+may interrupt a capture between any two instructions, so what was taken is kept in one assignment.
 """
 
 from __future__ import annotations

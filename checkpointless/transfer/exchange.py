@@ -1,14 +1,10 @@
 """Plain messages between ranks: JSON and bytes, never pickle, in chunks, so that no announced size is trusted.
 
-The wire between ranks: the device on which messages are sent and received, and how they are launched.
-
-On the CPU, gloo's messages are launched one by one, and waiting for one blocks the host.
-
-Another wire (NCCL) *runs ahead*: launches return before anything is done, and waiting for a message only orders
-what this rank launches afterwards on the device. So memory that was sent, or received into, may be used again at
-once, but by what is launched after the wait alone, and not by the host. Messages that are launched together are one
-batch. A batch uses the communicator of the group, which every recovery has used before for a collective of all
-ranks, as torch demands; a message that is launched alone, outside of a batch, would have torch make a communicator
+On the CPU, gloo's messages are launched one by one, and waiting for one blocks the host. Another wire (NCCL) *runs
+ahead*: waiting for a message only orders what this rank launches afterwards on the device. So memory that was sent,
+or received into, may be used again at once, but by what is launched after the wait alone, and not by the host.
+Messages that are launched together are one batch, on the communicator of the group, which every recovery has used
+before for a collective of all ranks, as torch demands; one outside of a batch would have torch make a communicator
 for its pair.
 """
 

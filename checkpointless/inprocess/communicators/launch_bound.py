@@ -1,9 +1,8 @@
 """Bound how far launches run ahead of the GPU, so that no launch blocks while it holds the interpreter lock.
 
-A launch blocks when the GPU's queue is full (about 1,024 launches), and after a collective that waits for a lost
-rank the queue fills within milliseconds. Bindings that keep the interpreter lock meanwhile (about half of
-TransformerEngine's) stop every thread of the process, also the one that would abort the collective. So the host
-waits for the GPU after a few layers, in a wait that gives the lock back, long before the queue is full.
+A launch blocks when the GPU's queue is full (about 1,024 launches), milliseconds after a collective that waits for
+a lost rank. Bindings that keep the interpreter lock meanwhile (about half of TransformerEngine's) stop every thread
+of the process, also the one that would abort the collective. So the host waits for the GPU after a few layers.
 """
 
 from __future__ import annotations

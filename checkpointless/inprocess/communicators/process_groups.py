@@ -349,10 +349,9 @@ class _ProcessGroups:
     in the main thread, once it has left the block; :meth:`release` when all ranks have left theirs; :meth:`reap`
     when the next generation's garbage has been collected.
 
-    Attributes:
-        messages: how often this rank has sent to, or wanted to receive from, each rank (torch counts collectives
-            only), by group and pair: ``4/0>1`` is from rank 0 of the group that torch calls ``4`` to its rank 1.
-            The sender and the receiver count the same.
+    ``messages`` counts how often this rank has sent to, or wanted to receive from, each rank (torch counts
+    collectives only), the same at both ends: ``4/0>1`` is from rank 0 of the group that torch calls ``4`` to its
+    rank 1.
     """
 
     def __init__(self) -> None:

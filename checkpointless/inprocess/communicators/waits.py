@@ -1,10 +1,9 @@
 """Make a thread that waits for gloo or for a store interruptible.
 
 When a connection breaks, gloo fails the operations that wait for the peer, but forgets a send that is in its
-transmit queue and does not notify its waiter (``Pair::signalException`` in gloo's TCP transport signals only bound
-buffers of that queue). The wait then lasts until the group's timeout, 30 minutes by default. ``Work.wait`` is
-therefore made to wait in short turns, between which an asynchronous exception is delivered. (The destructor of the
-group would wait too: see :mod:`checkpointless.inprocess.communicators.process_groups`.)
+transmit queue and does not notify its waiter (``Pair::signalException`` in gloo's TCP transport). The wait then
+lasts until the group's timeout, 30 minutes by default. ``Work.wait`` is therefore made to wait in short turns,
+between which an asynchronous exception is delivered.
 """
 
 from __future__ import annotations

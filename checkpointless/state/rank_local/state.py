@@ -10,10 +10,8 @@ rank and step, and the buffers.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -56,7 +55,6 @@ logger = logging.getLogger(__name__)
 #: How many bytes of buffers are kept at each point, the smallest buffers first.
 OWN_BUFFER_BYTES = 4 * 1024 * 1024
 _HEADER_BYTES = 256 * 1024  # the limit of the header that describes them in a record
-_LENGTH = struct.Struct("<I")  # the length of the header, which precedes the bytes
 _BUFFERS = "buffers"  # the name of the record, among the streams that it is kept with
 NOTHING = b""  # the record that no buffer has changed, and none differs from a peer's
 
@@ -194,9 +192,8 @@ class _OwnBuffers:
 def _decode(record: bytes) -> dict[Key, torch.Tensor]:
     if record == NOTHING:
         return {}
-    (length,) = _LENGTH.unpack_from(record)
-    entries = json.loads(record[_LENGTH.size : _LENGTH.size + length])
-    flat = torch.frombuffer(bytearray(record[_LENGTH.size + length :]) or bytearray(1), dtype=torch.uint8)
+    entries, data = msgspec.msgpack.decode(record)
+    flat = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)
     found: dict[Key, torch.Tensor] = {}
     start = 0
     for entry in map(TensorEntry.from_json, entries):
@@ -207,8 +204,7 @@ def _decode(record: bytes) -> dict[Key, torch.Tensor]:
 
 
 def _encode(entries: Iterable[TensorEntry], flat: torch.Tensor) -> bytes:
-    header = json.dumps([entry.to_json() for entry in entries], separators=(",", ":")).encode()
-    return _LENGTH.pack(len(header)) + header + flat.numpy().tobytes()
+    return msgspec.msgpack.encode([[entry.to_json() for entry in entries], flat.numpy().tobytes()])
 
 
 def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

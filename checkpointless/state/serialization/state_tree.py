@@ -464,7 +464,7 @@ def check(tree: object) -> None:
     Raises:
         StateTreeError: it cannot; the message is one line with the path, the type and what to do.
     """
-    checker = _Checker(INLINE_BYTES, _as_it_is)
+    checker = _Encoder(INLINE_BYTES, _as_it_is, only_checks=True)
     _encoded(tree, checker)
     _bounded(checker.nbytes)
 
@@ -520,8 +520,11 @@ class _Encoder:
     ``tensors``; without ``inline_bytes`` all tensors are encoded with the rest.
     """
 
-    def __init__(self, inline_bytes: int | None, taken: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, inline_bytes: int | None, taken: Callable[[torch.Tensor], torch.Tensor], only_checks: bool = False
+    ) -> None:
         self.nbytes = 0
+        self._only_checks = only_checks  # reads no memory
         self._taken = taken
         self.tensors: list[torch.Tensor] = []
         self._inline_bytes = inline_bytes
@@ -556,8 +559,11 @@ class _Encoder:
         return parts if name == "list" else {name: parts}
 
     def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> bytes | int:
-        if self._inline_bytes is None or nbytes <= self._inline_bytes:
-            self.nbytes += nbytes
+        is_inline = self._inline_bytes is None or nbytes <= self._inline_bytes
+        self.nbytes += nbytes if is_inline else 0
+        if self._only_checks:
+            return 0
+        if is_inline:
             return tensor_bytes(read()).cpu().numpy().tobytes()
         self.tensors.append(read())
         return len(self.tensors) - 1
@@ -662,14 +668,6 @@ class _Encoder:
         plain = array.T if is_turned else array
         dtype = _dtype_str(array.dtype)  # refuses before memory is read
         return _Array(dtype, array.shape, is_turned, self._memory(array.nbytes, lambda: _array_memory(plain)))
-
-
-class _Checker(_Encoder):
-    """Reads no memory, and counts the bytes that would be encoded."""
-
-    def _memory(self, nbytes: int, read: Callable[[], torch.Tensor]) -> int:
-        self.nbytes += nbytes if self._inline_bytes is None or nbytes <= self._inline_bytes else 0
-        return 0
 
 
 class _Decoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,3 +180,46 @@ def test_the_debug_level_detail_is_lowered_with_a_warning(caplog: pytest.LogCapt
         made.uninstall()
         dist.set_debug_level(before)
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL is lowered to INFO" in caplog.text
+
+
+class Rank:
+    """Stands in for a group of torch's, in which this rank has a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def rank(self) -> int:
+        return self.number
+
+
+def test_both_ends_of_a_message_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for rank, peer, is_send in ((0, 2, True), (2, 0, False)):
+        groups, group = _ProcessGroups(), Rank(rank)
+        monkeypatch.setattr(c10d, "_world", type("World", (), {"pg_names": {group: "4"}}))
+        counted = groups.counting(is_send, lambda *given: given)
+        for _ in range(3):
+            assert counted(group, [], peer, 7) == (group, [], peer, 7)
+        ends.append(dict(groups.messages))
+    assert ends == [{"4/0>2": 3}] * 2
+
+
+def test_the_last_reference_is_never_dropped_by_the_thread_that_reaps() -> None:
+    """A destructor may block for as long as a group's timeout."""
+    ended_in: list[str] = []
+
+    class Group:
+        def __del__(self) -> None:
+            ended_in.append(threading.current_thread().name)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # the new thread runs at once
+    try:
+        buried = [Group() for _ in range(300)]
+        group_owner._bury([*buried])
+        buried.clear()
+        group_owner.process_groups.reap()
+        wait_until(lambda: len(ended_in) == 300)
+    finally:
+        sys.setswitchinterval(interval)
+    assert set(ended_in) == {"checkpointless-reaper"}
