@@ -86,7 +86,7 @@ class _Piece:
     def __init__(self, nbytes: int) -> None:
         self._process, self._is_locked = os.getpid(), False
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._is_locked = lock_pages(self.memory)
+        self._is_locked = _lock_pages(self.memory)
 
     def __del__(self) -> None:
         if self._is_locked and os.getpid() == self._process:  # a forked process has no CUDA
@@ -123,7 +123,7 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def lock_pages(buffer: torch.Tensor) -> bool:
+def _lock_pages(buffer: torch.Tensor) -> bool:
     """Lock the pages of ``buffer``, so that copies are quick; without it they are right, too.
 
     Return whether they are locked, and have to be unlocked before the memory is given back.
@@ -141,7 +141,7 @@ def lock_pages(buffer: torch.Tensor) -> bool:
 
 
 def _unlock_pages(buffer: torch.Tensor) -> None:
-    """Unlock what :func:`lock_pages` locked. A failure is only logged: the device may be gone."""
+    """Unlock what :func:`_lock_pages` locked. A failure is only logged: the device may be gone."""
     cudart: Any = torch.cuda.cudart()
     error = cudart.cudaHostUnregister(buffer.data_ptr())
     if int(error) != 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.replication.host_memory import HostMemoryPool
+from checkpointless.replication.host_memory import HostMemoryPool, recorded
 from checkpointless.replication.parts import Content
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, holders_of, split
@@ -217,7 +217,7 @@ class HeldState:
         Numbers stay: where they lie tells an optimizer which kernel to use, and they take no room.
         """
         moved = {key: tensor for key, tensor in self.tensors.items() if tensor.dim() and not is_on_host(tensor)}
-        copied = _host_memory.copy(Content(b"", tuple(moved.values())))
+        copied = _host_memory.copy(Content(b"", tuple(moved.values())), recorded())
         self.tensors.update(zip(moved, copied.tensors))
         self.memory.append(copied.memory)
 

@@ -102,7 +102,7 @@ def test_pages_are_locked_as_long_as_a_content_or_the_pool_needs_them(monkeypatc
         locked.add(memory.data_ptr())
         return True
 
-    monkeypatch.setattr(host_memory, "lock_pages", lock)
+    monkeypatch.setattr(host_memory, "_lock_pages", lock)
     monkeypatch.setattr(host_memory, "_unlock_pages", lambda memory: locked.remove(memory.data_ptr()))
     pool = HostMemoryPool()
     kept, spare = (pool.content(b"x", [torch.zeros(8)]) for _ in range(2))
