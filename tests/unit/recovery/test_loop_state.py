@@ -26,40 +26,30 @@ def _nothing_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_warned", set())
 
 
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        (lambda: Value(0.5), lambda it: setattr(it, "value", 1.5)),
-        (list, lambda it: it.append(1)),
-        (dict, lambda it: it.update(a=1)),
-        (set, lambda it: it.add(1)),
-        (lambda: deque(maxlen=3), lambda it: it.append(1)),
-        (lambda: torch.zeros(2), lambda it: it.add_(1)),
-        (lambda: np.zeros(2), lambda it: it.__iadd__(1)),
-        (torch.Generator, lambda it: torch.rand(1, generator=it)),
-        (lambda: random.Random(1), lambda it: it.random()),
-        (lambda: np.random.default_rng(1), lambda it: it.random()),
-        (lambda: np.random.RandomState(1), lambda it: it.normal()),
-        (lambda: torch.amp.GradScaler("cpu"), lambda it: it.load_state_dict({**it.state_dict(), "scale": 2.0})),
-        (lambda: torch.nn.Linear(1, 1), lambda it: it.weight.data.add_(1)),
-    ],
-    ids=[
-        "value",
-        "list",
-        "dict",
-        "set",
-        "deque",
-        "tensor",
-        "array",
-        "torch",
-        "random",
-        "numpy",
-        "numpy-legacy",
-        "scaler",
-        "module",
-    ],
-)
-def test_declared_state_is_put_back_in_place(make: Any, change: Any) -> None:
+#: How a value of each kind is made, and what changes it.
+KINDS: dict[str, tuple[Any, Any]] = {
+    "value": (lambda: Value(0.5), lambda it: setattr(it, "value", 1.5)),
+    "list": (list, lambda it: it.append(1)),
+    "dict": (dict, lambda it: it.update(a=1)),
+    "set": (set, lambda it: it.add(1)),
+    "deque": (lambda: deque(maxlen=3), lambda it: it.append(1)),
+    "tensor": (lambda: torch.zeros(2), lambda it: it.add_(1)),
+    "array": (lambda: np.zeros(2), lambda it: it.__iadd__(1)),
+    "torch": (torch.Generator, lambda it: torch.rand(1, generator=it)),
+    "random": (lambda: random.Random(1), lambda it: it.random()),
+    "numpy": (lambda: np.random.default_rng(1), lambda it: it.random()),
+    "numpy-legacy": (lambda: np.random.RandomState(1), lambda it: it.normal()),
+    "scaler": (
+        lambda: torch.amp.GradScaler("cpu"),
+        lambda it: it.load_state_dict({**it.state_dict(), "scale": 2.0}),
+    ),
+    "module": (lambda: torch.nn.Linear(1, 1), lambda it: it.weight.data.add_(1)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_declared_state_is_put_back_in_place(kind: str) -> None:
+    make, change = KINDS[kind]
     value = make()
     state = _LoopState({"it": value})
     taken = digest_value(take_object(value))

@@ -47,31 +47,22 @@ def value_in(record: bytes) -> float:
     return float(value)
 
 
-@pytest.mark.parametrize(
-    ("peer", "told", "values", "are_kept"),
-    [
-        ("same", [], [1.0], [False]),
-        ("same", [], [2.0, 1.0], [True, True]),
-        ("other", [], [1.0], [True]),
-        ("", [(1.0, NOTHING)], [2.0], [True]),
-        ("", [], [2.0], [False]),
-        ("", [(1.0, b"a record")], [1.0], [True]),
-        ("same", [(2.0, NOTHING)], [2.0], [True]),
-    ],
-    ids=[
-        "never changed",
-        "changed from then on",
-        "differ at first",
-        "a new process is told",
-        "a new process takes what it keeps first for the beginning",
-        "they were its own",
-        "a beginning that is known stays",
-    ],
-)
-def test_buffers_that_are_a_ranks_own_are_kept(
-    group: Answers, peer: str, told: list[tuple[float, bytes]], values: list[float], are_kept: list[bool]
-) -> None:
+#: What the other rank begins with, what this one is told, what it keeps, and whether that is recorded.
+CASES: dict[str, tuple[str, list[tuple[float, bytes]], list[float], list[bool]]] = {
+    "never changed": ("same", [], [1.0], [False]),
+    "changed from then on": ("same", [], [2.0, 1.0], [True, True]),
+    "differ at first": ("other", [], [1.0], [True]),
+    "a new process is told": ("", [(1.0, NOTHING)], [2.0], [True]),
+    "a new process takes what it keeps first for the beginning": ("", [], [2.0], [False]),
+    "they were its own": ("", [(1.0, b"a record")], [1.0], [True]),
+    "a beginning that is known stays": ("same", [(2.0, NOTHING)], [2.0], [True]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_buffers_that_are_a_ranks_own_are_kept(group: Answers, case: str) -> None:
     """A rank whose buffers had not changed must be told what they were: the first that it keeps are later ones."""
+    peer, told, values, are_kept = CASES[case]
     own = _OwnBuffers()
     if peer:
         group([{"small": 7, "large": {}}] if peer == "other" else [])
