@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import interruptible, machine, progress, spread
-from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide, reports_of
+from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 
 RANKS = (1_000, 10_000, 100_000)
 GROUPS = (2, 8, 1_000)
@@ -112,7 +112,7 @@ def check(decision: Decision, case: Case, ranks: int, group: int) -> None:
 def measure(text: str, case: Case, ranks: int, group: int) -> Timing:
     """Read the reports as a recovery does, and decide."""
     began_s = time.perf_counter()
-    reports = reports_of(json.loads(text), 0)
+    reports = RankReport.gathered(json.loads(text), 0)
     read_s, read_cpu_s = time.perf_counter(), time.thread_time()
     decision = decide(reports, STEP + (case is Case.APART))
     decided_s, decided_cpu_s = time.perf_counter(), time.thread_time()

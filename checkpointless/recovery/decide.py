@@ -68,6 +68,21 @@ class RankReport:
     reduced: bool = True
     given_up: str = ""
 
+    @classmethod
+    def gathered(cls, answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:
+        """Return the reports that the ranks have sent each other.
+
+        Of a rank that has lost all its streams, those count that the rank ``jump`` places further on keeps.
+        """
+        reports = []
+        groups = CompactGroups(len(answers))
+        for rank, answer in enumerate(answers):
+            each = answer["report"]
+            streams = each["streams"] or (answers[(rank + jump) % len(answers)]["keeps"] if jump else [])
+            report = msgspec.convert({**each, "streams": streams, "parts": ()}, cls)
+            reports.append(replace(report, parts=groups.read(each["parts"])))
+        return reports
+
     def to_json(self) -> dict[str, Json]:
         """Return the report as plain data, with the groups in few bytes."""
         return {**asdict(replace(self, parts=())), "parts": [compact(group) for group in self.parts]}
@@ -121,21 +136,6 @@ def peers_of(parts: Parts) -> tuple[int, ...]:
     """Return the ranks that hold all parts of a rank to fill, in ascending order."""
     (_, first), *others = parts
     return tuple(sorted(set(first).intersection(*(sources for _, sources in others)))) if others else first
-
-
-def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:
-    """Return the reports that the ranks have sent each other.
-
-    Of a rank that has lost all its streams, those count that the rank ``jump`` places further on keeps (``keeps``).
-    """
-    reports = []
-    groups = CompactGroups(len(answers))
-    for rank, answer in enumerate(answers):
-        each = answer["report"]
-        streams = each["streams"] or (answers[(rank + jump) % len(answers)]["keeps"] if jump else [])
-        report = msgspec.convert({**each, "streams": streams, "parts": ()}, RankReport)
-        reports.append(replace(report, parts=groups.read(each["parts"])))
-    return reports
 
 
 def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Decision:

@@ -17,14 +17,14 @@ from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.inprocess.wrap import HandedOver, emit_event, span
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide, reports_of
+from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 from checkpointless.recovery.refill import Refill
 from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, offer, take_over
 from checkpointless.replication.tiers import Copies, Tier
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.port import DATA, TrainingState, groups_of, holders_of
+from checkpointless.state.port import DATA, TrainingState
 from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
 from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_value
 from checkpointless.transfer.exchange import all_gather_json
@@ -42,7 +42,7 @@ def _report(
     begun: int,
     saves: Saves,
 ) -> RankReport:
-    named = groups_of(state)
+    named = state.groups()
     groups = tuple(named)
     report = RankReport(
         dist.get_rank(),
@@ -254,7 +254,7 @@ class CheckpointManager(RankLocalKeeper):
             if isinstance(journal.state, TrainingTensors):
                 call.pace.begin(journal.state.modules, journal.state.wrappers)
             if self.copies:
-                self.copies.begin(call.generation, step, call.facts, holders_of(journal.state))
+                self.copies.begin(call.generation, step, call.facts, journal.state.holders())
 
     def make_copies(self, step: int) -> None:
         """Begin to copy this rank's state after ``step``, just committed, into the tiers in which that is due.
@@ -453,7 +453,7 @@ class CheckpointManager(RankLocalKeeper):
             saves = self._unfinished_saves()
             mine = _report(state, self._held, own, compare_digests, self._begun, saves).to_json()
             answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})
-            decision = decide(reports_of(answers, own.replicas.jump), high_water, max(self.fits.number, 1))
+            decision = decide(RankReport.gathered(answers, own.replicas.jump), high_water, max(self.fits.number, 1))
             fields.update(
                 verdict=decision.verdict.value,
                 target=decision.target,

@@ -13,7 +13,7 @@ from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.replication.host_memory import HostMemoryPool, recorded
 from checkpointless.replication.parts import Content
 from checkpointless.state.journal import StepJournal
-from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, holders_of, split
+from checkpointless.state.port import SnapshotPoint, StepSnapshot, TrainingState, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager, samples
 from checkpointless.state.serialization.tensor_memory import is_on_host, local_part
 from checkpointless.transfer.rank_groups import Group
@@ -177,7 +177,7 @@ class HeldState:
             buffers,
         )
         held.given_up = changed
-        held.has_replicas = held.journal is not None and len(holders_of(state)) > 1
+        held.has_replicas = held.journal is not None and len(state.holders()) > 1
         if held.journal is not None:
             held.gradients = state.gradients()
         if not commit.torn:

@@ -141,17 +141,15 @@ class TrainingState:
         """Return why no rank that is replaced has what the optimizers have; "" if it has."""
         return ""
 
+    def groups(self) -> dict[Group, str]:
+        """Return the replica groups of this rank's parts in ascending order, each with the name of one tensor."""
+        found = split(self, {**self.tensors(), **self.shard()})
+        return {group: ".".join(map(str, next(iter(tensors)))) for group, tensors in found.items() if tensors}
 
-def groups_of(state: TrainingState) -> dict[Group, str]:
-    """Return the replica groups of a rank's parts in ascending order, each with the name of one of its tensors."""
-    found = split(state, {**state.tensors(), **state.shard()})
-    return {group: ".".join(map(str, next(iter(tensors)))) for group, tensors in found.items() if tensors}
-
-
-def holders_of(state: TrainingState, keys: Iterable[Key] = ()) -> Group:
-    """Return the ranks that hold the same as this rank under all of ``keys``; if there are none, under all keys."""
-    groups = list(state.replica_groups(keys)) or list(groups_of(state))
-    return tuple(sorted(set(groups[0]).intersection(*groups[1:])))
+    def holders(self, keys: Iterable[Key] = ()) -> Group:
+        """Return the ranks that hold the same under all of ``keys``; if there are none, under all keys."""
+        groups = list(self.replica_groups(keys)) or list(self.groups())
+        return tuple(sorted(set(groups[0]).intersection(*groups[1:])))
 
 
 def split(state: TrainingState, tensors: Mapping[Key, torch.Tensor]) -> dict[Group, dict[Key, torch.Tensor]]:

@@ -27,7 +27,7 @@ from checkpointless.recovery.guard import UpdateGuard, vote
 from checkpointless.recovery.manager import CheckpointManager, manager_of
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.port import SnapshotPoint, groups_of
+from checkpointless.state.port import SnapshotPoint
 from checkpointless.state.rank_local.agreement import require_equal_replicas, require_same_step
 from checkpointless.state.rank_local.declared import declared_state, has_state, put_object, put_value, take_object
 from checkpointless.state.serialization import state_tree
@@ -182,7 +182,7 @@ class JournaledTraining(FrontEnd):
         self._manager = manager
         self._journal = StepJournal(state, manager, self)
         self._log = StepLog.from_environment()
-        groups = groups_of(state)
+        groups = state.groups()
         alone = [example for group, example in groups.items() if len(group) == 1 < dist.get_world_size()]
         if alone and not manager.tiers and dist.get_rank() == 0:
             logger.warning(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.state.port import TrainingState, groups_of, holders_of, split
+from checkpointless.state.port import TrainingState, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_each
 from checkpointless.transfer.exchange import all_gather_json, wire_device
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
@@ -27,7 +27,7 @@ def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
     parts = split(state, {key: tensor for key, tensor in state.tensors().items() if key not in own})
     checksums = MemoryChecksumManager(enabled=True)
     digests = {group: checksums.digest_all(part) for group, part in parts.items()}
-    told = all_gather_json([[compact(group), digests.get(group)] for group in groups_of(state)])
+    told = all_gather_json([[compact(group), digests.get(group)] for group in state.groups()])
     groups = CompactGroups(len(told))
     known = {rank: groups.read(group for group, _ in mine) for rank, mine in enumerate(told)}
     try:
@@ -51,7 +51,7 @@ def require_equal_replicas(state: TrainingState, step: int) -> None:
     Raises:
         UnrecoverableError: ranks that are to hold the same do not.
     """
-    group = holders_of(state)
+    group = state.holders()
     part = split(state, state.shard()).get(group, {})
     digest = MemoryChecksumManager(enabled=True).digest_all(part)
     told = all_gather_json([compact(group), digest])

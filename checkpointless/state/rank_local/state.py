@@ -26,12 +26,12 @@ import torch.distributed as dist
 from checkpointless.inprocess import ParameterUpdateLock
 from checkpointless.inprocess.wrap import active_call_wrapper
 from checkpointless.launcher.protocol.board import Board
-from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint, TrainingState, holders_of
+from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint, TrainingState
 from checkpointless.state.rank_local.agreement import require_agreement
 from checkpointless.state.rank_local.declared import declared_state
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
-from checkpointless.state.serialization.digest import digest_bytes, digest_value
+from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_each, digest_value
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 from checkpointless.system.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.transfer.exchange import (
@@ -89,7 +89,10 @@ class _OwnBuffers:
         self.forget()
         keys, flat = self._small(buffers)
         self._first = keys, flat
-        mine: dict[str, Json] = {"small": digest_bytes(flat) if keys else None, "large": self._large_digests()}
+        mine: dict[str, Json] = {
+            "small": _digest(flat) if keys else None,
+            "large": _digests(self._large),
+        }
         answers = all_gather_json(mine)
         self._is_own = len({answers[rank]["small"] for rank in group}) > 1
         self._compared([answers[rank]["large"] for rank in group], group)
@@ -116,7 +119,7 @@ class _OwnBuffers:
 
     def compare(self, group: Sequence[int]) -> None:
         """Compare the buffers that are too large to be kept with the peers'. Collective."""
-        answers = all_gather_json(self._large_digests())
+        answers = all_gather_json(_digests(self._large))
         self._compared([answers[rank] for rank in group], group)
 
     def lost(
@@ -137,10 +140,11 @@ class _OwnBuffers:
         mine: dict[str, Json] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
         if held is not None:
             keys, flat = self._small(held)
-            mine |= {"small": digest_bytes(flat) if keys else None, "large": self._large_digests()}
-            mine["updated"] = {
-                str(key[-1]): digest_bytes(tensor_bytes(held[key])) for key in updated if key in held
+            mine |= {
+                "small": _digest(flat) if keys else None,
+                "large": _digests(self._large),
             }
+            mine["updated"] = _digests({key: held[key] for key in updated if key in held})
         answers = all_gather_json(mine)
         found: dict[int, str] = {}
         for rank, sources in refills.items():
@@ -173,9 +177,6 @@ class _OwnBuffers:
         keys = tuple(key for key in buffers if key in small)
         return keys, _flat(buffers[key] for key in keys)
 
-    def _large_digests(self) -> dict[str, int]:
-        return {str(key[-1]): digest_bytes(tensor_bytes(copy)) for key, copy in self._large.items()}
-
     def _compared(self, digests: Sequence[Mapping[str, int]], group: Sequence[int]) -> None:
         known = bool(self._differ)
         self._differ |= _different(digests)
@@ -187,6 +188,13 @@ class _OwnBuffers:
                 OWN_BUFFER_BYTES >> 20,
                 _HELP,
             )
+
+
+_digest = MemoryChecksumManager().digest
+
+
+def _digests(buffers: Mapping[Key, torch.Tensor]) -> dict[str, int]:
+    return {str(key[-1]): digest for key, digest in digest_each(buffers).items()}
 
 
 def _decode(record: bytes) -> dict[Key, torch.Tensor]:
@@ -553,7 +561,7 @@ class RankLocalState:
     def replicate(self, step: int, state: TrainingState | None) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective."""
         if state is not None and not step & (step - 1):  # at ever fewer steps
-            self.buffers.compare(holders_of(state, state.buffers.take()))
+            self.buffers.compare(state.holders(state.buffers.take()))
         if self.replicas.jump == 0:
             return
         self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[SnapshotPoint.COMMITTED]))
@@ -575,8 +583,8 @@ class RankLocalState:
         board, buffers = _own_board(), state.buffers.take()
         require_agreement(state, buffers)
         if board is not None:
-            board.set_shard(min(holders_of(state)))
-        self.buffers.begin(buffers, holders_of(state, buffers))
+            board.set_shard(min(state.holders()))
+        self.buffers.begin(buffers, state.holders(buffers))
 
     def keep_buffers(self, step: int, stage: SnapshotPoint, buffers: Mapping[Key, torch.Tensor]) -> None:
         """Keep this rank's buffers, if they may be its own, with the streams of a point that are kept already."""

@@ -123,7 +123,7 @@ class PendingDigests:
         return found
 
 
-def digest_bytes(flat: torch.Tensor) -> int:
+def _digest_bytes(flat: torch.Tensor) -> int:
     """Return the 64-bit digest of a flat uint8 tensor of shape ``(n,)``.
 
     On the CPU this is xxh3-64; on another device a different one, so that nothing is copied to the host.
@@ -177,7 +177,7 @@ class MemoryChecksumManager:
 
     def digest(self, tensor: torch.Tensor) -> int:
         """Return the 64-bit digest of one tensor's bytes."""
-        return digest_bytes(tensor_bytes(tensor))
+        return _digest_bytes(tensor_bytes(tensor))
 
     def digest_all(self, tensors: Mapping[tuple, torch.Tensor]) -> str:
         """Return one digest (128 bits, hex) over keys, dtypes, shapes and bytes, in the mapping's order."""

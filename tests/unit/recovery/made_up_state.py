@@ -33,7 +33,7 @@ class MadeUpState(TrainingState):
         self.fails = False
         self.adopted: list[Key] = []
         self.all_holders: Group = (0, 1)
-        self.holders: dict[Key, Group] = {}  # of the tensors that others hold
+        self.held_by: dict[Key, Group] = {}  # of the tensors that others hold
         self._adoptable = set(adoptable)
         self.present = {key: torch.full((1,), float(step)) for key in (WEIGHT, BUFFER, MOMENTUM)}
         self.buffers: Any = SimpleNamespace(take=lambda: {BUFFER: self.present[BUFFER].clone()})
@@ -41,7 +41,7 @@ class MadeUpState(TrainingState):
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         found: dict[Group, list[Key]] = {}
         for key in keys:
-            found.setdefault(self.holders.get(key, self.all_holders), []).append(key)
+            found.setdefault(self.held_by.get(key, self.all_holders), []).append(key)
         return found
 
     def tensors(self) -> dict[Key, torch.Tensor]:

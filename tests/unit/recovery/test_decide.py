@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery.decide import RankReport, Verdict, decide, reports_of
+from checkpointless.recovery.decide import RankReport, Verdict, decide
 from tests.drawn import examples
 
 
@@ -240,4 +240,4 @@ def test_a_rank_that_lost_its_streams_has_those_that_another_keeps_for_it(jump: 
     ]
     keeps: list[list[list[int]]] = [[], [[3, 0]]]
     told = json.loads(json.dumps([{"report": each.to_json(), "keeps": keeps[each.rank]} for each in reports]))
-    assert reports_of(told, jump) == [replace(reports[0], streams=streams), reports[1]]
+    assert RankReport.gathered(told, jump) == [replace(reports[0], streams=streams), reports[1]]

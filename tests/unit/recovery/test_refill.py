@@ -54,7 +54,7 @@ THEIRS: Key = ("optimizer", 0, 0, 1)
 def test_each_part_goes_to_its_own_holders_in_the_order_of_the_groups(sent: list[Any]) -> None:
     """Rank 1 holds the weight with ranks 0 to 3, and the rest with rank 3, which gets objects of it alone."""
     live = MadeUpState(0)
-    live.all_holders, live.holders = COLUMN, {WEIGHT: EVERYBODY}
+    live.all_holders, live.held_by = COLUMN, {WEIGHT: EVERYBODY}
     refills = {2: ((EVERYBODY, (0, 1)), ((0, 2), (0,))), 3: ((EVERYBODY, (0, 1)), (COLUMN, (1,)))}
     Refill().move(live, refills, dict(HELD), {"step": 5}, memory_budget_bytes=1)
     assert sent == [
@@ -79,7 +79,7 @@ def test_a_rank_takes_objects_from_a_holder_of_all_its_parts_or_joins_those_of_a
     part = Refill()
     parts = ((COLUMN, (3,)), (ROW, (0,))) if crossed else ((COLUMN, (3,)), (EVERYBODY, (0, 2, 3)))
     live = MadeUpState(0)
-    live.holders = {(*HIS, PARAMETER): COLUMN, (*THEIRS, PARAMETER): ROW}
+    live.held_by = {(*HIS, PARAMETER): COLUMN, (*THEIRS, PARAMETER): ROW}
     objects, report = part.move(live, {1: parts}, None, {}, memory_budget_bytes=1)
     assert asked == ([(0,), (3,)] if crossed else [(3, 0, 2), (3,)])
     assert objects == {"from": 0 if crossed else 3, MODEL: {"state": {HIS: 3, THEIRS: 0 if crossed else 3}}}
@@ -89,7 +89,7 @@ def test_a_rank_takes_objects_from_a_holder_of_all_its_parts_or_joins_those_of_a
 
 def test_a_tensor_of_which_the_rank_to_fill_has_said_nothing_is_not_left_out(sent: list[Any]) -> None:
     live = MadeUpState(0)
-    live.all_holders, live.holders = EVERYBODY, {WEIGHT: COLUMN}
+    live.all_holders, live.held_by = EVERYBODY, {WEIGHT: COLUMN}
     with pytest.raises(
         RuntimeError, match=r"rank 3 is to be filled and has said nothing of \('model', 0, 'weight'"
     ):

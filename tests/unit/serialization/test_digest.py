@@ -24,9 +24,9 @@ from checkpointless.state.serialization import digest as digests
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
     PendingDigests,
+    _digest_bytes,
     _digest_on_device,
     digest_buffers,
-    digest_bytes,
     digest_parameters,
     digest_value,
     samples,
@@ -53,7 +53,7 @@ DTYPES = [
     torch.complex128,
 ]
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5), (2, 3, 4)]
-each_digest = pytest.mark.parametrize("digest", [digest_bytes, _digest_on_device])
+each_digest = pytest.mark.parametrize("digest", [_digest_bytes, _digest_on_device])
 lanes = st.integers(-(2**63), 2**63 - 1)
 
 
@@ -153,7 +153,7 @@ def test_it_does_not_depend_on_where_the_bytes_lie(digest: Digest, data: bytes, 
 def test_parts_have_the_digest_of_the_whole(pieces: list[bytes]) -> None:
     pending = PendingDigests()
     pending.add_parts(flat(piece) for piece in pieces)
-    assert pending.fetch() == [digest_bytes(flat(b"".join(pieces)))]
+    assert pending.fetch() == [_digest_bytes(flat(b"".join(pieces)))]
 
 
 def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
@@ -185,7 +185,7 @@ def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
 def test_the_digest_is_the_same_on_every_device() -> None:
     for length in (0, 1, 7, 8, 9, 31, 32, 33, 1000):
         tensor = filled((length,), torch.uint8)
-        assert digest_bytes(tensor.cuda()) == _digest_on_device(tensor)
+        assert _digest_bytes(tensor.cuda()) == _digest_on_device(tensor)
 
 
 def test_digests_that_step_files_record_stay_the_same() -> None:

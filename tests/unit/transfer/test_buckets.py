@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.state.serialization.digest import PendingDigests, digest_bytes
+from checkpointless.state.serialization.digest import PendingDigests, _digest_bytes
 from checkpointless.transfer import transfer as staging
 from checkpointless.transfer.transfer import (
     IN_FLIGHT,
@@ -93,4 +93,4 @@ def test_one_element_among_others_is_a_piece_of_memory() -> None:
     digests = PendingDigests()
     _unpack([room], bucket, piece, digests)
     assert room.tolist() == [1.0]
-    assert digests.fetch() == [digest_bytes(piece)]
+    assert digests.fetch() == [_digest_bytes(piece)]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from checkpointless.integrations.torch.torch_tensors import _HoldersByMesh
 from checkpointless.state.module_tensors import TrainingTensors, _spread_like
-from checkpointless.state.port import groups_of, holders_of, split
+from checkpointless.state.port import split
 from checkpointless.state.serialization.tensor_memory import local_part
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact
 from checkpointless.transfer.tensor_entry import TensorEntry
@@ -77,15 +77,15 @@ def test_groups_are_taken_if_all_members_tell_them_and_only_then(
 
 def test_a_state_is_split_by_its_holders() -> None:
     live = MadeUpState(3)
-    live.holders = {WEIGHT: (0, 1, 2, 3)}
+    live.held_by = {WEIGHT: (0, 1, 2, 3)}
     parts = split(live, live.present)
     assert {group: list(tensors) for group, tensors in parts.items()} == {
         (0, 1): [BUFFER, MOMENTUM],
         (0, 1, 2, 3): [WEIGHT],
     }
-    assert groups_of(live) == {(0, 1): "model.0.buffer", (0, 1, 2, 3): "model.0.weight"}
-    assert holders_of(live, [WEIGHT]) == (0, 1, 2, 3)
-    assert holders_of(live, [WEIGHT, BUFFER]) == holders_of(live, []) == (0, 1)
+    assert live.groups() == {(0, 1): "model.0.buffer", (0, 1, 2, 3): "model.0.weight"}
+    assert live.holders([WEIGHT]) == (0, 1, 2, 3)
+    assert live.holders([WEIGHT, BUFFER]) == live.holders([]) == (0, 1)
 
 
 def test_a_tensor_in_no_part_or_in_two_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def a_rank(number: int, shared: Group | None = EVERYBODY) -> MadeUpState:
     """Return the state of a rank that holds the weight with ``shared``, and the rest with its row."""
     live = MadeUpState(0)
     live.all_holders = ROWS[number // 2]
-    live.holders = {WEIGHT: shared} if shared is not None else {}
+    live.held_by = {WEIGHT: shared} if shared is not None else {}
     live.present[MOMENTUM].fill_(number // 2)
     live.present[BUFFER].fill_(number)
     return live
