@@ -46,7 +46,7 @@ class StepPace:
         if self._board is None:
             return
         named = [(name, *each.shape) for module in modules for name, each in module.named_parameters()]
-        self._board.pace.set_role(zlib.crc32(repr(named).encode()))
+        self._board.set_role(zlib.crc32(repr(named).encode()))
         for each in wrappers:
             first = next((part for part in each.parameters() if part.requires_grad), None)
             if each not in self._watched and first is not None:
@@ -94,7 +94,7 @@ class StepPace:
         if self._is_timed and self._events is not None and self._events[1].query():
             self._own_s = max(self._own_s, self._events[0].elapsed_time(self._events[1]) / 1000)
         if self._since is not None:
-            board.pace.add(self._own_s, self._data_s)
+            board.add_pace(self._own_s, self._data_s)
         self._since, self._until = (time.perf_counter(), waited.seconds), None
         self._data_s, self._fetching_since_s, self._is_timed = 0.0, None, False
         if self._watched and torch.cuda.is_initialized():

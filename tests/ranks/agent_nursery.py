@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from checkpointless.launcher.agent.launch import launch
 from checkpointless.launcher.agent.launch_config import LaunchConfig
-from checkpointless.launcher.coordinator import hang_watch
+from checkpointless.launcher.coordinator import job_config
 
 _nursery = multiprocessing.get_context("forkserver")
 _nursery.set_forkserver_preload(["torch._dynamo", "torch.distributed", __name__])  # these take so long
@@ -93,7 +93,7 @@ def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection
         output.close()
     floor_s = options.pop("floor_s", None)  # the least limit of a rank in a step
     if floor_s is not None:
-        hang_watch.FLOOR_S = floor_s
+        job_config.FLOOR_S = floor_s
     options["run_dir"] = Path(options["run_dir"])
     options["script_args"] = tuple(options["script_args"])
     sys.exit(launch(LaunchConfig(**options), lambda line: print(line, file=sys.stderr, flush=True)))

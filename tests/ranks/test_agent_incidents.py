@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,14 +86,6 @@ def test_two_faults_one_after_the_other(tmp_path: Path) -> None:
     assert "incident 2: rank 0 raised ValueError at step 6" in ended.err
 
 
-def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
-    job = Job(tmp_path, "steps.py", "1:4:0:SIGSTOP", heartbeat_timeout_s=3.0)
-    ended = job.end()
-    assert ended.code == 0
-    assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
-    assert "rank 1 made no progress for 3 s at step 4" in ended.err
-
-
 def test_a_hanging_rank_is_replaced_and_those_that_wait_for_it_are_not(tmp_path: Path) -> None:
     job = Job(tmp_path, "collective.py", heartbeat_timeout_s=3.0)
     ended = job.end()
@@ -104,15 +97,6 @@ def test_a_hanging_rank_is_replaced_and_those_that_wait_for_it_are_not(tmp_path:
     assert "rank 1 made no progress for 3 s at step 4" in ended.err
     for rank in (0, 2):
         assert [n["step"] for n in job.notes("step", rank)] == list(range(1, 9))
-
-
-def test_a_rank_that_asks_for_it_is_replaced(tmp_path: Path) -> None:
-    job = Job(tmp_path, "steps.py", "2:5:0:replace")
-    ended = job.end()
-    assert ended.code == 0
-    assert incarnations(job, 1) == {0: 0, 1: 0, 2: 1}
-    assert "incident 1: rank 2 asked to be replaced at step 5: worn out; recovering" in ended.err
-    assert "incident 2" not in ended.err
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -127,12 +111,24 @@ def test_a_death_on_the_way_to_the_barrier_is_not_lost(tmp_path: Path, when: str
         assert last == 1
 
 
-def test_a_rank_that_does_not_come_to_the_barrier_is_replaced(tmp_path: Path) -> None:
-    job = Job(tmp_path, "steps.py", "0:3:0:raise", "1:before:sleep", regroup_timeout_s=3.0)
+@pytest.mark.parametrize(
+    ("faults", "options", "said"),
+    [
+        (["1:4:0:SIGSTOP"], {"heartbeat_timeout_s": 3.0}, "rank 1 made no progress for 3 s at step 4"),
+        (["1:5:0:replace"], {}, "rank 1 asked to be replaced at step 5: worn out; recovering"),
+        (["0:3:0:raise", "1:before:sleep"], {"regroup_timeout_s": 3.0}, "rank 1 did not come back in time"),
+    ],
+    ids=["stopped", "asks", "does not come to the barrier"],
+)
+def test_a_rank_that_cannot_go_on_is_replaced(
+    tmp_path: Path, faults: list[str], options: dict[str, Any], said: str
+) -> None:
+    job = Job(tmp_path, "steps.py", *faults, **options)
     ended = job.end()
     assert ended.code == 0
     assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
-    assert "rank 1 did not come back in time and is replaced" in ended.err
+    assert f"incident 1: {said}" in ended.err
+    assert "incident 2" not in ended.err
 
 
 def test_a_rank_that_never_comes_to_the_barrier_ends_the_job(tmp_path: Path) -> None:

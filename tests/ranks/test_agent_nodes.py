@@ -103,16 +103,25 @@ class Nodes:
     def kill(self, node: int) -> None:
         """Kill an agent with SIGKILL; its ranks die with it."""
         self.agents[node].process.send_signal(signal.SIGKILL)
+        self.agents[node].process.communicate()
+
+    def kill_in_step_5(self, rank: int) -> None:
+        """Kill the agent of a rank that sleeps in its step 5."""
+        wait_until(lambda: self.notes("fault", rank))
+        self.kill(rank // NPROC)
 
 
-def goes(nodes: Nodes, generation: int) -> dict[int, dict[str, Any]]:
-    return {note["rank"]: note for note in nodes.notes("go") if note["generation"] == generation}
+def replaced(nodes: Nodes, generation: int = 1) -> dict[int, int]:
+    """Return the incarnation of each rank in a generation, of those that are not in their first process."""
+    goes = {note["rank"]: note["incarnation"] for note in nodes.notes("go") if note["generation"] == generation}
+    assert sorted(goes) == list(range(nodes.nnodes * NPROC))
+    return {rank: incarnation for rank, incarnation in goes.items() if incarnation}
 
 
 def test_ranks_of_three_nodes_meet_and_end(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 3)
     assert [ended.code for ended in nodes.end()] == [0, 0, 0]
-    assert sorted(goes(nodes, 0)) == [0, 1, 2, 3, 4, 5]
+    assert replaced(nodes, 0) == {}
 
 
 @pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=pytest.mark.long) for rank in (0, 3)), 5])
@@ -122,7 +131,7 @@ def test_a_rank_killed_on_any_node_is_respawned_alone(tmp_path: Path, rank: int)
     assert [first.code, *(ended.code for ended in others)] == [0, 0, 0]
     assert f"incident 1: rank {rank} killed by SIGKILL at step 4; recovering" in first.err
     assert "incident 1: recovered in" in first.err
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {r: int(r == rank) for r in range(6)}
+    assert replaced(nodes) == {rank: 1}
     heard = nodes.notes("notice")
     assert {note["rank"] for note in heard} == set(range(6)) - {rank}
 
@@ -131,9 +140,7 @@ def test_ranks_of_two_nodes_fail_at_once(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 3, "2:4:0:SIGKILL", "5:4:0:SIGKILL")
     assert [ended.code for ended in nodes.end()] == [0, 0, 0]
     last = max(note["generation"] for note in nodes.notes("go"))
-    assert {r: note["incarnation"] for r, note in goes(nodes, last).items()} == {
-        r: int(r in (2, 5)) for r in range(6)
-    }
+    assert replaced(nodes, last) == {2: 1, 5: 1}
 
 
 def test_a_hanging_rank_of_another_node_is_found_and_replaced(tmp_path: Path) -> None:
@@ -145,22 +152,18 @@ def test_a_hanging_rank_of_another_node_is_found_and_replaced(tmp_path: Path) ->
 
 def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "2:5:0:sleep", spares=1)
-    wait_until(lambda: nodes.notes("fault", 2))
-    nodes.kill(1)
-    nodes.agents[1].process.communicate()
+    nodes.kill_in_step_5(2)
     first, spare = nodes.agents[0].end(), nodes.agents[2].end()
     assert (first.code, spare.code) == (0, 0), first.err + spare.err
     assert "node 1 was lost" in first.err
     assert "a spare takes the place of node 1" in first.err
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert replaced(nodes) == {2: 1, 3: 1}
     wait_until(lambda: nodes.agents[1].left() == [])
 
 
 def test_a_lost_node_may_come_back_later(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "2:5:0:sleep")
-    wait_until(lambda: nodes.notes("fault", 2))
-    nodes.kill(1)
-    nodes.agents[1].process.communicate()
+    nodes.kill_in_step_5(2)
     time.sleep(2.0)
     again = nodes.start(1)
     first, second = nodes.agents[0].end(), again.end()
@@ -168,14 +171,12 @@ def test_a_lost_node_may_come_back_later(tmp_path: Path) -> None:
     assert "waiting up to 20 s for another node 1" in first.err
     assert "incarnation 0 begins" in (tmp_path / "logs" / "rank-2.1.log").read_text()
     assert "incarnation 1 begins" in nodes.agents[0].log(2)
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert replaced(nodes) == {2: 1, 3: 1}
 
 
 def test_without_another_node_the_job_ends_with_the_reason(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "2:5:0:sleep", regroup_timeout_s=2.0)
-    wait_until(lambda: nodes.notes("fault", 2))
-    nodes.kill(1)
-    nodes.agents[1].process.communicate()
+    nodes.kill_in_step_5(2)
     first = nodes.agents[0].end()
     assert first.code == 1
     assert "and no other took its place within 2 s" in first.err
@@ -200,7 +201,6 @@ def test_node_0_gone_ends_the_others_within_a_bound(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "2:5:0:sleep", regroup_timeout_s=2.0)
     wait_until(lambda: nodes.notes("fault", 2))
     nodes.kill(0)
-    nodes.agents[0].process.communicate()
     second = nodes.agents[1].end()
     assert second.code == 1
     assert "the coordinator at 127.0.0.1" in second.err
@@ -218,7 +218,6 @@ def test_an_agent_without_the_token_is_told_so_and_nobody_else_notices(tmp_path:
     assert ended.code == 1
     assert "node 1 is here already" in ended.err
     nodes.kill(0)
-    nodes.agents[0].process.communicate()
     nodes.agents[1].end()
 
 
@@ -226,16 +225,12 @@ def test_an_agent_without_the_token_is_told_so_and_nobody_else_notices(tmp_path:
 def test_with_a_coordinator_of_its_own_any_node_may_be_lost(tmp_path: Path, lost: int) -> None:
     nodes = Nodes(tmp_path, 2, f"{2 * lost}:5:0:sleep", spares=1, outside=True)
     assert nodes.coordinator is not None
-    wait_until(lambda: nodes.notes("fault", 2 * lost))
-    nodes.kill(lost)
-    nodes.agents[lost].process.communicate()
+    nodes.kill_in_step_5(2 * lost)
     codes = [nodes.agents[node].end().code for node in (1 - lost, 2)]
     _, said = nodes.coordinator.communicate(timeout=180)
     assert (nodes.coordinator.returncode, codes) == (0, [0, 0]), said
     assert f"a spare takes the place of node {lost}" in said
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {
-        r: int(r // NPROC == lost) for r in range(4)
-    }
+    assert replaced(nodes) == {2 * lost: 1, 2 * lost + 1: 1}
 
 
 def test_a_coordinator_that_is_stopped_ends_the_job(tmp_path: Path) -> None:
@@ -258,43 +253,36 @@ def test_a_coordinator_that_is_lost_for_good_ends_the_job_within_the_limit(tmp_p
     assert all("was lost" in each.err and "was not reached within 2 s" in each.err for each in ended)
 
 
-def test_training_goes_on_without_a_coordinator_and_the_next_one_handles_a_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("while_there_is_none", [False, True])
+def test_training_goes_on_without_a_coordinator_and_the_next_one_handles_a_fault(
+    tmp_path: Path, while_there_is_none: bool
+) -> None:
     nodes = Nodes(tmp_path, 2, "3:30:0:gate", "3:40:0:SIGKILL", outside=True, extra_env={"STEPS": "50"})
     wait_until(lambda: nodes.committed(0, 5))
     nodes.kill_coordinator()
-    wait_until(lambda: nodes.committed(0, 20))
-    nodes.coordinator = nodes.coordinate()
-    assert nodes.coordinator.stderr is not None
-    assert "took the job over in generation 0: its ranks train undisturbed" in nodes.coordinator.stderr.readline()
-    nodes.open_gate()
+    if while_there_is_none:
+        nodes.open_gate()
+        wait_until(lambda: nodes.notes("fault", 3))
+        time.sleep(0.5)
+        nodes.coordinator = nodes.coordinate()
+    else:
+        wait_until(lambda: nodes.committed(0, 20))
+        nodes.coordinator = nodes.coordinate()
+        assert nodes.coordinator.stderr is not None
+        line = nodes.coordinator.stderr.readline()
+        assert "took the job over in generation 0: its ranks train undisturbed" in line
+        nodes.open_gate()
     codes = [ended.code for ended in nodes.end()]
     _, said = nodes.coordinator.communicate(timeout=180)
     assert codes == [0, 0], said
     assert "incident 1: rank 3 killed by SIGKILL at step 40; recovering" in said
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {r: int(r == 3) for r in range(4)}
-    assert sorted({note["generation"] for note in nodes.notes("go")}) == [0, 1]
-
-
-def test_a_fault_while_there_is_no_coordinator_waits_for_the_next_one(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "3:30:0:gate", "3:40:0:SIGKILL", outside=True, extra_env={"STEPS": "50"})
-    wait_until(lambda: nodes.committed(0, 5))
-    nodes.kill_coordinator()
-    nodes.open_gate()
-    wait_until(lambda: nodes.notes("fault", 3))
-    time.sleep(0.5)
-    nodes.coordinator = nodes.coordinate()
-    codes = [ended.code for ended in nodes.end()]
-    _, said = nodes.coordinator.communicate(timeout=180)
-    assert codes == [0, 0], said
-    assert "incident 1: rank 3 killed by SIGKILL at step 40; recovering" in said
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {r: int(r == 3) for r in range(4)}
+    assert replaced(nodes) == {3: 1}
+    assert {note["generation"] for note in nodes.notes("go")} == {0, 1}
 
 
 def test_a_coordinator_lost_during_an_incident_is_replaced_by_one_that_finishes_it(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True)
-    wait_until(lambda: nodes.notes("fault", 2))
-    nodes.kill(1)
-    nodes.agents[1].process.communicate()
+    nodes.kill_in_step_5(2)
     wait_until(lambda: nodes.notes("notice", 0))
     nodes.kill_coordinator()
     nodes.coordinator = nodes.coordinate()
@@ -303,17 +291,15 @@ def test_a_coordinator_lost_during_an_incident_is_replaced_by_one_that_finishes_
     _, said = nodes.coordinator.communicate(timeout=180)
     assert codes == [0, 0], said
     assert "its ranks have to regroup" in said
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert replaced(nodes) == {2: 1, 3: 1}
 
 
 def test_node_0_and_its_coordinator_may_come_back(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "0:5:0:sleep")
-    wait_until(lambda: nodes.notes("fault", 0))
-    nodes.kill(0)
-    nodes.agents[0].process.communicate()
+    nodes.kill_in_step_5(0)
     again = nodes.start(0)
     first, second = again.end(), nodes.agents[1].end()
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert "incident 1: node 0 was lost" in first.err
     assert "as was the coordinator" in first.err
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 1, 1: 1, 2: 0, 3: 0}
+    assert replaced(nodes) == {0: 1, 1: 1}

@@ -20,6 +20,7 @@ from checkpointless.launcher.protocol.messages import (
     Joined,
     NodeMessage,
     OpenStore,
+    Progress,
     RankEnded,
     StoreOpened,
 )
@@ -105,6 +106,17 @@ class Job:
         self.hear(node, Joined())
         return node
 
+    def join_all(self) -> Job:
+        for node in self.coordinator.nodes:
+            self.join(node.index)
+        return self
+
+    def progress(self, oldest: int, newest: int | None = None, longest_ms: int = 0, **more: Any) -> None:
+        """Have every node report how far its ranks have come."""
+        newest = oldest if newest is None else newest
+        for node in self.coordinator.nodes:
+            self.hear(node, Progress(oldest, newest, newest + 1, longest_ms, **more))
+
     def tell(self, rank: int, message: NodeMessage) -> None:
         """Give the coordinator a message of the node of ``rank``."""
         self.hear(self.coordinator.ranks[rank].node, message)
@@ -139,9 +151,7 @@ class Job:
 
     def begin(self) -> Job:
         """Have all nodes join and all ranks get to the barrier, and forget what was sent until then."""
-        for node in self.coordinator.nodes:
-            self.join(node.index)
-        self.ready(*self.ranks)
+        self.join_all().ready(*self.ranks)
         self.sent.clear()
         return self
 

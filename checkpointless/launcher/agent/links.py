@@ -19,7 +19,7 @@ from typing import Any
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.coordinator.coordinator import Coordinator
-from checkpointless.launcher.coordinator.hosting import FAREWELL_S, CoordinatorPort, host
+from checkpointless.launcher.coordinator.hosting import FAREWELL_S, CoordinatorPort
 from checkpointless.launcher.coordinator.job import FAILED
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.channel import (
@@ -107,7 +107,7 @@ class _LocalCoordinatorLink(Link):
         self.coordinator = self._coordinator = coordinator
         self._port = port
         self._node = coordinator.membership.admit(0, coordinator.nodes[0].nproc, self.commands.append)
-        coordinator.host = self._node
+        coordinator.job.host = self._node
         self._until_s: float | None = None
 
     def report(self, message: NodeMessage) -> None:
@@ -439,7 +439,8 @@ def link_to_coordinator(
         return _LocalCoordinatorLink(Coordinator(config, events=events, say=say, clock=clock), None)
     if config.node_rank == 0:
         try:
-            return _LocalCoordinatorLink(*host(config, selector, events, say, clock))
+            door = CoordinatorPort(config, selector, events, say, clock)
+            return _LocalCoordinatorLink(door.coordinator, door)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 raise

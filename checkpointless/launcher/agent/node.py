@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection
+from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,9 +22,10 @@ from checkpointless.launcher.agent.notice import Notice
 from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.process_keeper import EXIT_GRACE_S, LocalRank, NodeJobState, ProcessKeeper
 from checkpointless.launcher.coordinator.coordinator import FAILED
-from checkpointless.launcher.coordinator.hang_watch import SHARING, Heartbeat
-from checkpointless.launcher.coordinator.stragglers import pace_of
-from checkpointless.launcher.protocol.board import NO_STEP, BoardReading
+from checkpointless.launcher.coordinator.hang_watch import SHARING
+from checkpointless.launcher.coordinator.job_config import Heartbeat
+from checkpointless.launcher.coordinator.stragglers import TO_SIGMA
+from checkpointless.launcher.protocol.board import NO_STEP, BoardReading, PaceReading
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.messages import (
@@ -51,6 +53,7 @@ from checkpointless.launcher.protocol.messages import (
     Pause,
     Progress,
     RankEnded,
+    RankPace,
     RankStanding,
     RankState,
     Silent,
@@ -280,12 +283,19 @@ class _PaceWatch:
         if now_s < self._tell_at_s or any(rank.state is not RankState.RUNNING for rank in ranks):
             return
         self._tell_at_s = now_s + _PACES_EVERY_S
-        read = {rank.number: rank.board.pace.read() for rank in ranks}
-        paces = [pace_of(number, reading) for number, reading in read.items() if reading.own]
+        read = {rank.number: rank.board.paces() for rank in ranks}
+        paces = [_pace_of(number, reading) for number, reading in read.items() if reading.own]
         steps = sum(pace.steps for pace in paces)
         if paces and steps != self._steps:
             self._report(Paces(generation, paces))
         self._steps = steps
+
+
+def _pace_of(rank: int, reading: PaceReading) -> RankPace:
+    """Return the medians of a rank's newest steps, of which there is one at least, and how far steps are away."""
+    own_s, data_s = median(reading.own), median(reading.data)
+    spread_s = TO_SIGMA * median(abs(each - own_s) for each in reading.own)
+    return RankPace(rank, reading.role, reading.steps, *(int(each * 1e6) for each in (own_s, spread_s, data_s)))
 
 
 def _silence_of(rank: LocalRank, age_s: float, reading: BoardReading) -> SilentRank:

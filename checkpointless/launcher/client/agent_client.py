@@ -174,8 +174,6 @@ class RankClient(abc.ABC):
                 self._finish = message
             elif isinstance(message, Ending):
                 self.is_ending = True
-            elif not isinstance(message, FaultNotice):
-                raise ProtocolError(f"this rank cannot handle the agent's message {message.type!r}")
             elif message.generation < self._generation:
                 return  # stale: the rank has left that generation already
             else:

@@ -96,14 +96,7 @@ class _Start:
 
 
 def _worker_envs(reply: object, expected: str) -> dict[str, str]:
-    """Return this rank's environment from a reply of the vendor's client.
-
-    Args:
-        reply: what ``hyperpod_barrier`` or ``hyperpod_wait_rank_info`` returned.
-
-    Raises:
-        ValueError: the reply is something else, or says too little.
-    """
+    """Return this rank's environment from a reply of the vendor's client; ``ValueError`` if it says too little."""
     if not isinstance(reply, tuple) or len(reply) != 2 or reply[0] != expected:
         raise ValueError(f"expected a {expected!r} message and got {str(reply)[:200]}")
     env = reply[1].get("worker_envs") if isinstance(reply[1], dict) else None
@@ -140,7 +133,7 @@ class _VendorAgent:
                 f"({error}): {_INSTALL}"
             ) from error
         try:
-            self._client: Any = connect()
+            self.client: Any = connect()
         except (OSError, ValueError, self.error) as error:
             raise RuntimeError(f"SageMaker HyperPod's agent cannot be reached ({error}): {_HOW}") from error
 
@@ -149,7 +142,7 @@ class _VendorAgent:
         while True:
             began_s = time.monotonic()
             try:
-                reply = self._client.hyperpod_wait_rank_info(timeout=self._start_timeout_s)
+                reply = self.client.hyperpod_wait_rank_info(timeout=self._start_timeout_s)
                 return _worker_envs(reply, "job_rank_info")
             except (self.error, ValueError) as error:
                 if isinstance(error, ValueError) or not self._was_timeout(began_s):
@@ -163,26 +156,22 @@ class _VendorAgent:
         while True:
             began_s = time.monotonic()
             try:
-                return _Start.of(self._client.hyperpod_barrier(timeout=self._start_timeout_s))
+                return _Start.of(self.client.hyperpod_barrier(timeout=self._start_timeout_s))
             except self.error as error:
                 if os.environ.get("SPARE") != "True" or not self._was_timeout(began_s) or stopped.is_set():
                     raise RuntimeError(f"no start message arrived ({error}): {_HOW}") from error
 
-    def pass_barrier(self) -> None:
-        """Report to the agent that this rank has heard of the start."""
-        self._client.hyperpod_past_rcb_barrier()
-
     def report_fault(self, rank: int, reason: str, message: str, in_place: bool) -> None:
         """Report a fault of this rank; not ``in_place``, every process of the job is replaced."""
         mode = self._modes.IN_PROCESS_RESTART if in_place else self._modes.PROCESS_LEVEL_RESTART
-        self._client.hyperpod_send_fault(rank, mode, reason=reason, message=message[:_MOST_CHARACTERS])
+        self.client.hyperpod_send_fault(rank, mode, reason=reason, message=message[:_MOST_CHARACTERS])
 
     def listen(self, stopped: threading.Event, heard: Callable[[object], None]) -> None:
         """Call ``heard`` with the ``restart_count`` of each fault notice, until the client stops."""
         while not stopped.is_set():
             began_s = time.monotonic()
             try:
-                kind, body = self._client.hyperpod_wait_fault(timeout=_LISTEN_S)
+                kind, body = self.client.hyperpod_wait_fault(timeout=_LISTEN_S)
             except self.error:
                 if time.monotonic() - began_s < _LISTEN_S / 2:  # not a timeout: something is wrong; do not spin
                     stopped.wait(1.0)
@@ -220,8 +209,7 @@ class HyperPodClient(StoreClient):
     def wait_rank(self) -> None:
         """Wait until the agent says which rank this process is, and put that into ``os.environ``.
 
-        Once the rank is known, later calls return at once. The wait has no time limit, because a spare waits for as
-        long as it is a spare; a connection that closes ends it.
+        The wait has no time limit, because a spare waits for as long as it is a spare.
 
         Raises:
             RankUnknownError: the agent is gone, or said something else.
@@ -314,7 +302,7 @@ class HyperPodClient(StoreClient):
             self._called_off.clear()
             with self._news:
                 self._starting, self._at_barrier = generation, False
-            self._agent.pass_barrier()
+            self._agent.client.hyperpod_past_rcb_barrier()  # this rank has heard of the start
             self.rank, self._world_size = start.rank, start.world_size
             self._address, self._env, self._incidents = start.env[MASTER_ADDR_ENV], start.env, generation
             if self._meet(start):

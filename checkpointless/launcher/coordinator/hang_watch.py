@@ -8,53 +8,27 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any, NamedTuple
 
-from checkpointless.launcher.protocol.messages import Answer, SilentRank
+from checkpointless.launcher.coordinator.job import Job, Node
+from checkpointless.launcher.coordinator.job_config import PAUSE_TIMES
+from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.launcher.protocol.causes import Cause, CauseKind
+from checkpointless.launcher.protocol.messages import Answer, Inquire, Kill, Progress, RankState, Silent, SilentRank
+from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.wording import numbered
 from checkpointless.system.process_tree import ProcessLook, ProcessState, state_of
 
 _NEARLY = 0.9  # ranks that wait for a stalled rank stopped at about the same time
 SHARING = 0.5  # the share of its limit after which a rank counts as part of another rank's stall
-_DEFAULT_CEILING_S = 600.0
-FLOOR_S = 30.0
-_LONGEST_TIMES = 10.0
-PAUSE_TIMES = 3.0  # a job that has paused for so long by itself may pause again, and longer
 BUSY_TIMES = 3.0  # for a rank that cannot answer because it computes
 _LEAST_GRACE_S, MOST_GRACE_S = 1.0, 10.0
 STEADY_LOOKS = 5  # at ranks that have never shown progress
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The limits on how long a rank in its block may show no progress.
-
-    Attributes:
-        limit_s: the limit in seconds, wherever the rank is: also between two steps, where checkpoints are written,
-            and in the first steps of a generation. If ``adapts`` is set, the limit outside of a step can be longer.
-        adapts: whether the limits follow the job. If so, a rank within a step has :data:`_LONGEST_TIMES` times the
-            longest time that any rank has needed from one beat to the next so far, but at least :data:`FLOOR_S`. A
-            rank outside of a step has :data:`PAUSE_TIMES` times the longest pause so far, but at least ``limit_s``.
-    """
-
-    limit_s: float = _DEFAULT_CEILING_S
-    adapts: bool = True
-
-    @classmethod
-    def of(cls, limit_s: float | None) -> Heartbeat:
-        """Return limits that stay at ``limit_s``, or limits that adapt if ``limit_s`` is None."""
-        return cls() if limit_s is None else cls(limit_s, adapts=False)
-
-    def within_step_s(self, longest_s: float) -> float:
-        """Return the limit for a rank within a step, in seconds."""
-        if not self.adapts or longest_s <= 0:
-            return self.limit_s
-        return min(self.limit_s, max(FLOOR_S, _LONGEST_TIMES * longest_s))
-
-    def ceiling_s(self, pause_s: float) -> float:
-        """Return the limit for a rank outside of a step, and for a stall that ranks share, in seconds."""
-        return max(self.limit_s, PAUSE_TIMES * pause_s) if self.adapts else self.limit_s
+_ASK_EVERY_S = 0.8  # so that a rank that hangs and answers is found within the limit and one second
+_FRESH_S, _FRESH_SHARE = 2.0, 1 / 40  # how long a report of a silence holds; long silences are reported less often
+_PLACES = 4  # that a report names at most
 
 
 def _grace_s(limit_s: float) -> float:
@@ -76,14 +50,27 @@ class _Stance(Enum):
 
 
 @dataclass(frozen=True)
-class _Evidence:
-    """What is known about a rank that shows no progress."""
+class _Silence:
+    """What is known of a rank without progress for ``age_s``, as its node reported at ``heard_at_s``."""
 
     stance: _Stance
     age_s: float
     limit_s: float
     state: ProcessState = ProcessState.UNKNOWN
     mute_s: float = 0.0
+    beat: int = -1
+    making: int = NO_STEP
+    since_s: float = 0.0  # when it made its last progress, on this process's monotonic clock
+    heard_at_s: float = 0.0
+    first: tuple[ProcessLook, float] = (
+        ProcessLook(),
+        0.0,
+    )  # what its process did when first silent at this beat, and when
+    stack: str = ""  # of its main thread, if the rank has sent it
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Return whether the node has reported on the rank just now."""
+        return now_s - self.heard_at_s <= _FRESH_S + _FRESH_SHARE * self.age_s
 
 
 class _Finding(Enum):
@@ -95,17 +82,16 @@ class _Finding(Enum):
     TOO_LONG = "a stall that has been waited for long enough"
 
 
-@dataclass(frozen=True)
-class _Diagnosis:
+class _Diagnosis(NamedTuple):
     finding: _Finding
     ranks: tuple[int, ...] = ()
 
 
-def _stalled(ages_s: Mapping[int, float], limits_s: Mapping[int, float]) -> tuple[int, ...]:
+def _stalled(silent: Mapping[int, _Silence]) -> list[int]:
     """Return the ranks to ask, which are none while every rank shows progress within its limit."""
-    if not any(age_s >= limits_s[rank] for rank, age_s in ages_s.items()):
-        return ()
-    return tuple(sorted(rank for rank, age_s in ages_s.items() if age_s >= SHARING * limits_s[rank]))
+    if not any(each.age_s >= each.limit_s for each in silent.values()):
+        return []
+    return sorted(rank for rank, each in silent.items() if each.age_s >= SHARING * each.limit_s)
 
 
 def _is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
@@ -120,7 +106,7 @@ def _is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
     return 2 * len(standing) >= world or (nproc > 1 and nproc in here.values())
 
 
-def _is_given_up(evidence: _Evidence, ceiling_s: float) -> bool:
+def _is_given_up(evidence: _Silence, ceiling_s: float) -> bool:
     """Return whether a rank that does not answer must be replaced; what the kernel says outweighs its silence.
 
     A process that computes holds the interpreter, as a long call into a C library does. One that is blocked in the
@@ -136,7 +122,7 @@ def _is_given_up(evidence: _Evidence, ceiling_s: float) -> bool:
 
 
 def _judge(
-    silent: Mapping[int, _Evidence],
+    silent: Mapping[int, _Silence],
     running: int,
     world: int,
     nproc: int,
@@ -181,18 +167,16 @@ def _judge(
     unclear = [rank for rank in standing if silent[rank].stance is _Stance.UNCLEAR]
     if steady is None and any(silent[rank].age_s >= ceiling_s for rank in unclear):
         return _Diagnosis(_Finding.TOO_LONG, tuple(standing))
-    return _Diagnosis(
-        _Finding.WAIT if mute or unclear else _Finding.NOTHING, tuple(standing) if mute or unclear else ()
-    )
+    return _Diagnosis(_Finding.WAIT, tuple(standing)) if mute or unclear else _Diagnosis(_Finding.NOTHING)
 
 
-def _is_gone(evidence: _Evidence, ceiling_s: float) -> bool:
+def _is_gone(evidence: _Silence, ceiling_s: float) -> bool:
     """Return whether a rank of a shared stall does not answer, and nothing says that it shares the cause."""
     is_excused = evidence.stance is not _Stance.MUTE or evidence.state in _EXCUSED
     return not is_excused and _is_culprit(evidence, ceiling_s)
 
 
-def _is_culprit(evidence: _Evidence, ceiling_s: float) -> bool:
+def _is_culprit(evidence: _Silence, ceiling_s: float) -> bool:
     if evidence.age_s < evidence.limit_s:
         return False
     return evidence.stance is _Stance.ELSEWHERE or _is_given_up(evidence, ceiling_s)
@@ -233,39 +217,6 @@ def _stances_of(answers: Mapping[int, Answer], is_complete: bool) -> dict[int, _
     return found
 
 
-_ASK_EVERY_S = 0.8  # so that a rank that hangs and answers is found within the limit and one second
-_FRESH_S, _FRESH_SHARE = 2.0, 1 / 40  # how long a report of a silence holds; long silences are reported less often
-_PLACES = 4  # that a report names at most
-_MOVED_ON = -1  # the beat of a rank that its node does not report as silent
-
-
-@dataclass(frozen=True)
-class _Silence:
-    """A rank that has shown no progress for ``age_s``, as its node reported at ``heard_at_s``.
-
-    Attributes:
-        since_s: when it made its last progress, on this process's monotonic clock.
-    """
-
-    beat: int
-    age_s: float
-    heard_at_s: float
-    since_s: float
-    making: int
-    limit_s: float
-    look: ProcessLook
-    first: ProcessLook
-    first_at_s: float
-
-    @property
-    def state(self) -> ProcessState:
-        return state_of(self.first, self.look, self.heard_at_s - self.first_at_s)
-
-    def is_fresh(self, now_s: float) -> bool:
-        """Return whether the node has reported on the rank just now."""
-        return now_s - self.heard_at_s <= _FRESH_S + _FRESH_SHARE * self.age_s
-
-
 @dataclass
 class _Inquiry:
     """An inquiry into silent ranks, which are asked until they answer.
@@ -280,251 +231,220 @@ class _Inquiry:
     beats: dict[int, int]
     answers: dict[int, Answer] = field(default_factory=dict)
 
-    def stack(self, rank: int, default: str = "") -> str:
-        """Return the stack that a rank has sent, or ``default`` if it has not answered."""
-        answer = self.answers.get(rank)
-        return default if answer is None else answer.stack
 
+class _Hang(NamedTuple):
+    """A hang, for which ranks have to leave their block; it counts from the last progress.
 
-@dataclass(frozen=True)
-class _Hang:
-    """A hang, for which ranks have to leave their block.
-
-    Attributes:
-        rank: None if all ranks wait for each other, or if a stall of many has been waited for long enough.
-        since_s: when the last progress was made, on this process's monotonic clock: the hang counts from there.
-        stack: of the rank's main thread, if the rank sent it; else that it did not answer.
-        grace_s: how long the rank has to come to the barrier before it is replaced; 0 if it does not even answer.
+    If it is that of one rank, that has ``grace_s`` to come to the barrier before it is replaced, unless it beats.
     """
 
-    rank: int | None
-    limit_s: float
+    cause: Cause
     since_s: float
-    step: int
     stack: str = ""
-    beat: int = _MOVED_ON
+    beat: int = -1
     grace_s: float = 0.0
-    who: str = ""
-
-    @property
-    def what(self) -> str:
-        """The description of the hang, to be put after the name of the rank or ranks."""
-        if self.rank is None and not self.who:
-            return f"waited for each other with no progress for {self.limit_s:g} s"
-        return f"made no progress for {self.limit_s:g} s"
-
-
-@dataclass(frozen=True)
-class Stall:
-    """A report on a stall that is waited for, for ``up_to_s`` seconds at most."""
-
-    ranks: tuple[int, ...]
-    running: int
-    seconds: float
-    up_to_s: float
-    step: int
-    places: str
-
-    def __str__(self) -> str:
-        who = numbered("rank", self.ranks)
-        at = f" at step {self.step}" if self.step >= 0 else ""
-        verb = "has" if len(self.ranks) == 1 else "have"
-        return (
-            f"{who} of {self.running} {verb} made no progress for {self.seconds:.0f} s{at} ({self.places}): "
-            f"waiting up to {self.up_to_s:.0f} s, and nobody is replaced for it"
-        )
 
 
 class HangWatch:
-    """Watches the ranks of a running generation through what their nodes report about silent ranks.
+    """Watches the ranks of a running generation through what their nodes report about silent ranks."""
 
-    Args:
-        ask: asks ranks where their main threads stand; called with the number of the question and the ranks.
-        tell: called with a stall that is waited for, when it is noticed.
-
-    Attributes:
-        shows_progress: whether any rank has ever shown progress beyond the entry of its block; if not, silence
-            means nothing.
-        pause_s: the longest pause outside of a step on any node, in seconds.
-    """
-
-    def __init__(
-        self,
-        heartbeat: Heartbeat,
-        world: int,
-        nproc: int,
-        ask: Callable[[int, list[int]], None],
-        tell: Callable[[Stall], None],
-    ) -> None:
-        self.shows_progress = False
-        self.pause_s = 0.0
-        self._heartbeat = heartbeat
-        self._world = world
-        self._nproc = nproc
-        self._ask = ask
-        self._tell = tell
-        self._silent: dict[int, dict[int, _Silence]] = {}  # by node
-        self._inquiry: _Inquiry | None = None
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._heartbeat = job.config.heartbeat
+        self._shows_progress = False  # whether any rank ever has, beyond its entry; if not, silence means nothing
+        self._pause_s = 0.0  # the longest pause outside of a step on any node
         self._questions = 0
         self._next_inquiry_s = 0.0
+        #: Until when a rank is to leave, with its beat and the generation, by rank.
+        self._graces: dict[int, tuple[float, int, int]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was observed, because the generation is over or another begins."""
+        self._silent: dict[int, dict[int, _Silence]] = {}  # by node
+        self._inquiry: _Inquiry | None = None
         self._mute_since_s: dict[int, float] = {}
         self._told: dict[int, int] = {}  # the ranks of the stall that was told, each with its beat
         self._steady = 0
         self._last_seen: object = None
 
-    def forget(self) -> None:
-        """Forget what was observed, because the generation is over or another begins."""
-        self._silent, self._inquiry, self._mute_since_s, self._told = {}, None, {}, {}
-        self._steady, self._last_seen = 0, None
+    def note(self, progress: Progress) -> None:
+        """Note whether the ranks of a node show progress, and how long they pause outside of steps."""
+        self._shows_progress |= progress.shows
+        self._pause_s = max(self._pause_s, progress.pause_ms / 1000)
 
-    def hear(self, node: int, ranks: Iterable[SilentRank], longest_s: float, now_s: float) -> None:
-        """Record which ranks of a node are silent; ``longest_s`` is the longest time between beats in a step."""
-        before = self._silent.get(node, {})
-        self._silent[node] = {}
-        for rank in ranks:
-            look, since_s = ProcessLook(rank.letter, rank.cpu_ms), time.monotonic() - rank.quiet_ms / 1000
-            known = before.get(rank.number)
-            first, first_at_s = look, now_s
-            if known is not None and known.beat == rank.beat:
-                first, first_at_s = known.first, known.first_at_s
-            limit_s = self._heartbeat.within_step_s(longest_s) if rank.in_step else self._ceiling_s
-            self._silent[node][rank.number] = _Silence(
-                rank.beat, rank.age_ms / 1000, now_s, since_s, rank.making, limit_s, look, first, first_at_s
-            )
+    def hear(self, node: Node, message: Silent | Answer) -> None:
+        """Record which ranks of a node are silent, or where a silent rank stands; a late answer counts, too."""
+        job = self._job
+        if isinstance(message, Answer):
+            rank, inquiry = job.rank_of(message.rank, node).number, self._inquiry
+            if inquiry is not None and inquiry.first <= message.id <= inquiry.last and rank in inquiry.beats:
+                inquiry.answers[rank] = message
+            return
+        before = self._silent.get(node.index, {})
+        numbers = [job.rank_of(said.number, node).number for said in message.ranks]
+        self._silent[node.index] = {
+            number: self._silence(said, before.get(number)) for number, said in zip(numbers, message.ranks)
+        }
 
-    def answered(self, rank: int, answer: Answer) -> None:
-        """Record where a rank stands, as it answered; a late answer counts, too."""
-        inquiry = self._inquiry
-        if inquiry is not None and inquiry.first <= answer.id <= inquiry.last and rank in inquiry.beats:
-            inquiry.answers[rank] = answer
+    def _silence(self, said: SilentRank, before: _Silence | None) -> _Silence:
+        progress, now_s = self._job.progress, self._job.clock()
+        longest_s = progress.longest_s if progress.are_complete else 0.0
+        look = ProcessLook(said.letter, said.cpu_ms)
+        first = before.first if before is not None and before.beat == said.beat else (look, now_s)
+        return _Silence(
+            _Stance.MUTE,
+            said.age_ms / 1000,
+            self._heartbeat.within_step_s(longest_s) if said.in_step else self._ceiling_s,
+            state_of(first[0], look, now_s - first[1]),
+            beat=said.beat,
+            making=said.making,
+            since_s=time.monotonic() - said.quiet_ms / 1000,
+            heard_at_s=now_s,
+            first=first,
+        )
 
-    def look(self, running: Iterable[int], now_s: float) -> list[_Hang]:
+    def look(self, now_s: float, fault: Callable[[Cause, float], None]) -> None:
+        """Call ``fault`` for each hang that is found now; a rank that answers has time to leave its block."""
+        generation = self._job.generation
+        for hang in self._find(now_s):
+            rank = hang.cause.rank
+            if rank is not None:
+                self._job.incidents.emit(EventName.STACK, "point", rank=rank, stack=hang.stack)
+            fault(hang.cause, hang.since_s)
+            if rank is not None:
+                self._graces[rank] = now_s + hang.grace_s, hang.beat, generation
+
+    def kill_those_that_stay(self, now_s: float) -> None:
+        """Have the ranks killed that hung and have not left their block in time."""
+        for number in [number for number, (until_s, *_) in self._graces.items() if now_s >= until_s]:
+            (_, beat, generation), rank = self._graces.pop(number), self._job.ranks[number]
+            if rank.state is RankState.LEAVING and generation == self._job.generation:
+                rank.node.send(Kill(number, rank.incarnation, generation, beat))
+
+    def _find(self, now_s: float) -> list[_Hang]:
         """Return the hangs that are found now."""
         if self._inquiry is None and not any(self._silent.values()):
             return []
         known = {rank: found for node in self._silent.values() for rank, found in node.items()}
-        everybody = tuple(running)
-        silent = {rank: known[rank] for rank in everybody if rank in known and known[rank].is_fresh(now_s)}
+        running = [rank.number for rank in self._job.ranks if rank.state is RankState.RUNNING]
+        silent = {rank: known[rank] for rank in running if rank in known and known[rank].is_fresh(now_s)}
         if self._inquiry is None:
-            self._begin_inquiry(silent, everybody, now_s)
+            self._begin_inquiry(silent, now_s)
             return []
         inquiry = self._inquiry
-        evidence = self._evidence(inquiry, silent, now_s, everybody)
-        mute = [rank for rank, each in evidence.items() if each.stance is _Stance.MUTE]
+        asked = self._judged(inquiry, silent, now_s, running)
+        mute = [rank for rank, each in asked.items() if each.stance is _Stance.MUTE]
         if mute and now_s - inquiry.began_at_s < _ASK_EVERY_S:
             return []
-        steady = None if self.shows_progress else self._steadiness(evidence)
-        diagnosis = _judge(evidence, len(everybody), self._world, self._nproc, self._ceiling_s, steady)
-        if diagnosis.finding is _Finding.ASK_AGAIN:
+        steady = None if self._shows_progress else self._steadiness(asked)
+        world, nproc = len(self._job.ranks), self._job.config.nproc_per_node
+        finding, ranks = _judge(asked, len(running), world, nproc, self._ceiling_s, steady)
+        if finding is _Finding.ASK_AGAIN:
             if now_s - inquiry.asked_at_s >= _ASK_EVERY_S:
-                self._questions += 1
-                inquiry.last, inquiry.asked_at_s = self._questions, now_s
-                self._ask(self._questions, mute)
+                inquiry.last, inquiry.asked_at_s = self._ask(mute), now_s
             return []
         self._inquiry = None
         shortest_s = min((each.limit_s for each in silent.values()), default=self._ceiling_s)
         self._next_inquiry_s = now_s + max(1.0, shortest_s / 10)
-        if diagnosis.finding is _Finding.WAIT:
-            self._wait(diagnosis, evidence, silent, inquiry, len(everybody))
-        return self._hangs(diagnosis, evidence, silent, inquiry)
+        if finding is _Finding.WAIT:
+            self._wait({rank: asked[rank] for rank in ranks}, len(running))
+        return self._hangs(finding, {rank: asked[rank] for rank in ranks}, silent)
 
     @property
     def _ceiling_s(self) -> float:
-        return self._heartbeat.ceiling_s(self.pause_s)
+        return self._heartbeat.ceiling_s(self._pause_s)
 
-    def _begin_inquiry(self, silent: Mapping[int, _Silence], running: Iterable[int], now_s: float) -> None:
-        ages_s = {rank: each.age_s for rank, each in silent.items()}
-        suspects = _stalled(ages_s, {rank: each.limit_s for rank, each in silent.items()})
+    def _ask(self, ranks: list[int]) -> int:
+        """Ask ranks where their main threads stand; return the number of the question."""
+        self._questions += 1
+        asked: defaultdict[int, list[int]] = defaultdict(list)
+        for number in ranks:
+            asked[self._job.ranks[number].node.index].append(number)
+        for index, numbers in asked.items():
+            self._job.nodes[index].send(Inquire(self._questions, numbers))
+        return self._questions
+
+    def _begin_inquiry(self, silent: Mapping[int, _Silence], now_s: float) -> None:
+        suspects = _stalled(silent)
         self._mute_since_s = {rank: at_s for rank, at_s in self._mute_since_s.items() if rank in suspects}
         if suspects and now_s >= self._next_inquiry_s:
-            self._questions += 1
-            beats = {rank: silent[rank].beat for rank in suspects}
-            self._inquiry = _Inquiry(self._questions, self._questions, now_s, now_s, beats)
-            self._ask(self._questions, list(suspects))
+            question = self._ask(suspects)
+            self._inquiry = _Inquiry(question, question, now_s, now_s, {r: silent[r].beat for r in suspects})
 
-    def _evidence(
+    def _judged(
         self, inquiry: _Inquiry, silent: Mapping[int, _Silence], now_s: float, running: Iterable[int]
-    ) -> dict[int, _Evidence]:
-        found = {}
-        stances = _stances_of(inquiry.answers, inquiry.answers.keys() >= set(running))
+    ) -> dict[int, _Silence]:
+        """Return what is known of the ranks that were asked and are stuck where they were then."""
+        found, answers = {}, inquiry.answers
+        stances = _stances_of(answers, answers.keys() >= set(running))
         for rank, beat in inquiry.beats.items():
             each = silent.get(rank)
             if each is None or each.beat != beat:
                 self._mute_since_s.pop(rank, None)
-                continue
-            mute_s = 0.0
-            stance = stances.get(rank, _Stance.MUTE)
-            if stance is not _Stance.MUTE:
+            elif rank in stances:
                 self._mute_since_s.pop(rank, None)
+                found[rank] = replace(each, stance=stances[rank], stack=answers[rank].stack)
             else:
                 mute_s = now_s - self._mute_since_s.setdefault(rank, inquiry.began_at_s)
-            found[rank] = _Evidence(stance, each.age_s, each.limit_s, each.state, mute_s)
+                found[rank] = replace(each, mute_s=mute_s)
         return found
 
-    def _steadiness(self, evidence: Mapping[int, _Evidence]) -> int:
+    def _steadiness(self, asked: Mapping[int, _Silence]) -> int:
         """Return how many times in a row all ranks were found where they are now."""
-        seen = {rank: each.stance for rank, each in evidence.items()}
-        busy = any(e.state is ProcessState.BUSY for e in evidence.values() if e.stance is not _Stance.WAITS)
+        seen = {rank: each.stance for rank, each in asked.items()}
+        busy = any(e.state is ProcessState.BUSY for e in asked.values() if e.stance is not _Stance.WAITS)
         self._steady = self._steady + 1 if seen == self._last_seen and not busy else 0
         self._last_seen = seen
         return self._steady
 
     def _hangs(
-        self,
-        diagnosis: _Diagnosis,
-        evidence: Mapping[int, _Evidence],
-        silent: Mapping[int, _Silence],
-        inquiry: _Inquiry,
+        self, finding: _Finding, found: Mapping[int, _Silence], silent: Mapping[int, _Silence]
     ) -> list[_Hang]:
-        step = max((each.making for each in silent.values()), default=-1)
-        if diagnosis.finding is _Finding.ALL_WAIT:
-            since_s = min(each.since_s for each in silent.values())
-            return [_Hang(None, min(each.limit_s for each in silent.values()), since_s, step)]
-        if diagnosis.finding is _Finding.TOO_LONG:
-            ceiling_s = self._ceiling_s
-            self.pause_s = max(self.pause_s, 2 * ceiling_s / PAUSE_TIMES)  # if it was no hang, it will come again
-            since_s = min(silent[rank].since_s for rank in diagnosis.ranks)
-            return [_Hang(None, ceiling_s, since_s, step, who=numbered("rank", diagnosis.ranks))]
-        if diagnosis.finding is not _Finding.CULPRITS:
+        step, no_progress = max((each.making for each in silent.values()), default=NO_STEP), "made no progress for"
+        if finding is _Finding.ALL_WAIT:
+            what = f"waited for each other with no progress for {min(e.limit_s for e in silent.values()):g} s"
+            cause = Cause(CauseKind.LOSS, None, "hang", what, step)
+            return [_Hang(cause, min(each.since_s for each in silent.values()))]
+        if finding is _Finding.TOO_LONG:
+            what = f"{no_progress} {self._ceiling_s:g} s"
+            self._pause_s = max(self._pause_s, 2 * self._ceiling_s / PAUSE_TIMES)  # if no hang, it will come again
+            cause = Cause(CauseKind.LOSS, None, "hang", what, step, who=numbered("rank", found))
+            return [_Hang(cause, min(each.since_s for each in found.values()))]
+        if finding is not _Finding.CULPRITS:
             return []
-        return [
-            _Hang(
-                rank,
-                silent[rank].limit_s,
-                silent[rank].since_s,
-                silent[rank].making,
-                inquiry.stack(rank, f"no answer; {silent[rank].state.value}"),
-                silent[rank].beat,
-                0.0 if evidence[rank].stance is _Stance.MUTE else _grace_s(silent[rank].limit_s),
-            )
-            for rank in diagnosis.ranks
-        ]
+        hangs = []
+        for rank, each in found.items():
+            cause = Cause(CauseKind.LOSS, rank, "hang", f"{no_progress} {each.limit_s:g} s", each.making)
+            is_mute = each.stance is _Stance.MUTE
+            stack = f"no answer; {each.state.value}" if is_mute else each.stack
+            hangs.append(_Hang(cause, each.since_s, stack, each.beat, 0.0 if is_mute else _grace_s(each.limit_s)))
+        return hangs
 
-    def _wait(
-        self,
-        diagnosis: _Diagnosis,
-        evidence: Mapping[int, _Evidence],
-        silent: Mapping[int, _Silence],
-        inquiry: _Inquiry,
-        running: int,
-    ) -> None:
-        """Report a stall, once."""
-        beats = {rank: silent[rank].beat for rank in diagnosis.ranks}
+    def _wait(self, stalled: Mapping[int, _Silence], running: int) -> None:
+        """Report a stall that is waited for, once."""
+        beats = {rank: each.beat for rank, each in stalled.items()}
         if beats.items() & self._told.items():
             return
         self._told = beats
-        places: defaultdict[str, list[int]] = defaultdict(list)
-        for rank in diagnosis.ranks:
-            if evidence[rank].stance is _Stance.MUTE:
-                places[f"no answer, {evidence[rank].state.value}"].append(rank)
-            else:
-                places[_place(inquiry.stack(rank))].append(rank)
-        named = [f"{numbered('rank', ranks)}: {place}" for place, ranks in list(places.items())[:_PLACES]]
-        if len(places) > _PLACES:
-            named.append(f"{len(places) - _PLACES} more places")
-        seconds = max(silent[rank].age_s for rank in diagnosis.ranks)
-        step = max(silent[rank].making for rank in diagnosis.ranks)
-        self._tell(Stall(diagnosis.ranks, running, seconds, self._ceiling_s, step, "; ".join(named)))
+        at: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, each in stalled.items():
+            is_mute = each.stance is _Stance.MUTE
+            at[f"no answer, {each.state.value}" if is_mute else _place(each.stack)].append(rank)
+        named = [f"{numbered('rank', ranks)}: {place}" for place, ranks in list(at.items())[:_PLACES]]
+        if len(at) > _PLACES:
+            named.append(f"{len(at) - _PLACES} more places")
+        places, up_to_s = "; ".join(named), self._ceiling_s
+        seconds = max(each.age_s for each in stalled.values())
+        step = max(each.making for each in stalled.values())
+        about: dict[str, Any] = {"seconds": seconds, "up_to_s": up_to_s, "step": step, "places": places}
+        self._job.incidents.emit(EventName.STALL, "point", ranks=list(stalled), **about)
+        at_step = f" at step {step}" if step >= 0 else ""
+        verb = "has" if len(stalled) == 1 else "have"
+        self._job.say(
+            f"{numbered('rank', stalled)} of {running} {verb} made no progress for {seconds:.0f} s{at_step} "
+            f"({places}): waiting up to {up_to_s:.0f} s, and nobody is replaced for it"
+        )
 
 
 def _place(stack: str) -> str:

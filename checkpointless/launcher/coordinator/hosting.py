@@ -34,52 +34,46 @@ logger = logging.getLogger(__name__)
 _PROOF_TIMEOUT_S = 5.0
 _MAX_UNPROVED = 128  # connections that have proved nothing yet; the oldest makes room for a new one
 _ACCEPTS_PER_TURN = 16
+TICK_S = 0.05
+FAREWELL_S = 10.0  # for the agents to hear that the job is over
 
 
 @dataclass
 class _Guest:
-    """A connection to the port.
-
-    Attributes:
-        node: the node at the other end, once it has proved that it knows the token.
-        has_asked: whether it is an operator's, which has proved that, too, and waits for what it has asked for.
-        heard_at_s: when ``heard`` bytes had come; until the proof, when the connection was made.
-        last_word_s: when something was received last, on the monotonic clock.
-    """
+    """A connection to the port."""
 
     challenge: Challenge
-    heard_at_s: float
-    channel: Channel | None = None
-    node: Node | None = None
-    has_asked: bool = False
+    heard_at_s: float  # when ``heard`` bytes had come; until the proof, when the connection was made
+    channel: Channel = field(init=False)
+    node: Node | None = None  # the node at the other end, once it has proved that it knows the token
+    has_asked: bool = False  # whether it is an operator's, who waits for what it has asked for
     heard: int = 0
-    last_word_s: float = field(default_factory=time.monotonic)
+    last_word_s: float = field(default_factory=time.monotonic)  # on the monotonic clock
 
 
 class CoordinatorPort:
-    """Listens for the agents of other nodes, of which one is lost after ``silence_s`` seconds of silence.
+    """A coordinator that listens for agents in the loop of ``selector`` and measures limits with ``clock``.
 
     Raises:
-        OSError: the address cannot be bound to.
+        OSError: the address cannot be resolved or listened on.
     """
 
     def __init__(
         self,
-        address: str,
-        port: int,
-        *,
-        token: str,
-        coordinator: Coordinator,
+        config: JobConfig,
         selector: selectors.BaseSelector,
-        silence_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        events: EventLog,
+        say: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
+        name, port = config.endpoint
+        self.address = address = resolve(name)
+        if address.startswith("127.") and not name.startswith(("127.", "localhost")):
+            say(f"{name} is {address} here, which no other node can reach: use an address of this node's own")
+        self.coordinator = Coordinator(config, events=events, say=say, clock=clock)
+        self._token, self._silence_s = config.token, config.node_timeout_s
         self._clock = clock
-        self.address = address
-        self._token = token
-        self._coordinator = coordinator
         self._selector = selector
-        self._silence_s = silence_s
         self._next_alive_s = 0.0
         self._guests: list[_Guest] = []
         family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -93,11 +87,10 @@ class CoordinatorPort:
         if now_s >= self._next_alive_s:
             self._next_alive_s = now_s + self._silence_s / 5
             for guest in self._guests:
-                if guest.node is not None and guest.channel is not None:
+                if guest.node is not None:
                     guest.channel.send(Alive())
         for guest in list(self._guests):
             channel = guest.channel
-            assert channel is not None
             if guest.has_asked:
                 continue  # its connection says whether it is still there
             if guest.node is None:
@@ -108,7 +101,7 @@ class CoordinatorPort:
             elif now_s >= guest.heard_at_s + self._silence_s:
                 self._show_out(guest)
                 why = f"no word from it for {self._silence_s:g} s"
-                self._coordinator.membership.lose(guest.node, why, guest.last_word_s)
+                self.coordinator.membership.lose(guest.node, why, guest.last_word_s)
 
     def has_guests(self) -> bool:
         """Return whether an agent is still connected."""
@@ -143,10 +136,10 @@ class CoordinatorPort:
 
     def _hear(self, guest: _Guest, message: Any) -> None:
         if guest.node is not None:
-            self._coordinator.hear(guest.node, message)
+            self.coordinator.hear(guest.node, message)
         elif isinstance(message, MoveWanted) and not guest.has_asked:
             self._on_operator(guest, message)
-        elif isinstance(message, Proof) and guest.channel is not None:
+        elif isinstance(message, Proof):
             self._on_proof(guest, guest.channel, message)
 
     def _on_proof(self, guest: _Guest, channel: Channel, proof: Proof) -> None:
@@ -160,7 +153,7 @@ class CoordinatorPort:
                 channel.hears = FROM_OPERATOR
                 channel.send(guest.challenge.welcome(self._token, proof))
                 return
-            guest.node = self._coordinator.membership.admit(proof.node, proof.nproc, channel.send)
+            guest.node = self.coordinator.membership.admit(proof.node, proof.nproc, channel.send)
         except ValueError as error:
             channel.send(Refused(str(error)))
             self._show_out(guest)
@@ -172,54 +165,19 @@ class CoordinatorPort:
     def _on_operator(self, guest: _Guest, asked: MoveWanted) -> None:
         """Move a node as an operator asks, who hears what becomes of it."""
         guest.has_asked = True
-        node = asked.node if asked.rank < 0 else asked.rank // self._coordinator.job.config.nproc_per_node
-        assert guest.channel is not None
-        self._coordinator.move(node, asked.reason, guest.channel.send)
+        node = asked.node if asked.rank < 0 else asked.rank // self.coordinator.job.config.nproc_per_node
+        self.coordinator.moves.ask(node, asked.reason, guest.channel.send)
 
     def _lost(self, guest: _Guest, reason: str) -> None:
         if guest in self._guests:
             self._guests.remove(guest)
         if guest.node is not None:
-            self._coordinator.membership.lose(guest.node, reason)
+            self.coordinator.membership.lose(guest.node, reason)
 
     def _show_out(self, guest: _Guest) -> None:
         if guest in self._guests:
             self._guests.remove(guest)
-        if guest.channel is not None:
-            guest.channel.close()
-
-
-TICK_S = 0.05
-FAREWELL_S = 10.0  # for the agents to hear that the job is over
-
-
-def host(
-    config: JobConfig,
-    selector: selectors.BaseSelector,
-    events: EventLog,
-    say: Callable[[str], None],
-    clock: Callable[[], float],
-) -> tuple[Coordinator, CoordinatorPort]:
-    """Create a coordinator that listens for agents in the loop of ``selector`` and measures limits with ``clock``.
-
-    Raises:
-        OSError: the address cannot be resolved or listened on.
-    """
-    name, port = config.endpoint
-    address = resolve(name)
-    if address.startswith("127.") and not name.startswith(("127.", "localhost")):
-        say(f"{name} is {address} here, which no other node can reach: use an address of this node's own")
-    coordinator = Coordinator(config, events=events, say=say, clock=clock)
-    door = CoordinatorPort(
-        address,
-        port,
-        token=config.token,
-        coordinator=coordinator,
-        selector=selector,
-        silence_s=config.node_timeout_s,
-        clock=clock,
-    )
-    return coordinator, door
+        guest.channel.close()
 
 
 def coordinate(
@@ -240,25 +198,26 @@ def coordinate(
     """
     selector = selectors.DefaultSelector()
     clock = AwakeClock()
-    coordinator, door = host(config, selector, events, say, clock)
+    door = CoordinatorPort(config, selector, events, say, clock)
+    coordinator, job = door.coordinator, door.coordinator.job
     say(f"coordinating {config.nnodes} nodes of {config.nproc_per_node} ranks at {config.endpoint[0]}:{door.port}")
     until_s = float("inf")
     try:
-        while coordinator.job.outcome is None or (door.has_guests() and clock() < until_s):
+        while job.outcome is None or (door.has_guests() and clock() < until_s):
             for key, _ in selector.select(TICK_S):
                 key.data()
             now_s = clock()
             while signals:
-                coordinator.job.end(FAILED, f"stopped by {signal_name(signals.pop(0))}")
+                job.end(FAILED, f"stopped by {signal_name(signals.pop(0))}")
             door.tick(now_s)
             coordinator.tick(now_s)
             if look is not None:
                 look(coordinator, time.monotonic())
-            if coordinator.job.outcome is not None and until_s == float("inf"):
+            if job.outcome is not None and until_s == float("inf"):
                 until_s = now_s + FAREWELL_S
-        for line in coordinator.job.outcome.last_words:
+        for line in job.outcome.last_words:
             say(line)
-        return coordinator.job.outcome.code
+        return job.outcome.code
     finally:
         door.close()
         selector.close()

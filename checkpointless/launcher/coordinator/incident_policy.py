@@ -1,21 +1,17 @@
-"""The policy on incidents, as pure functions of plain values: which rank is the culprit, and when to give up."""
+"""The policy on incidents: when to give up."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
 
 SAME_FAILURE_LIMIT = 3
 NO_PROGRESS_LIMIT = 5
-SAME_FAILURE_S = 2.0  # for all ranks to raise what the first one raised before the first step
-STILLBORN_LIMIT = 5  # successors in one incident that end before they enter the block
 
 
-@dataclass(frozen=True)
-class GiveUpDecision:
+class GiveUpDecision(NamedTuple):
     """The decision that the job cannot go on; ``last_words`` are the user's traceback ("" without one).
 
     It ``is_final`` if a restart of the whole job would be of no use, or would go over a limit.
@@ -26,54 +22,21 @@ class GiveUpDecision:
     is_final: bool = False
 
 
-def may_be_certain(causes: Collection[Cause]) -> bool:
-    """Return whether all of these causes are one exception before the first step, which all ranks may raise."""
-    kinds = {(cause.kind, cause.how, cause.error, cause.message, cause.step) for cause in causes}
-    return (
-        len(kinds) == 1
-        and next(iter(kinds))[:2] == (CauseKind.EXCEPTION, "exception")
-        and all(cause.step == NO_STEP for cause in causes)
-    )
-
-
-def certain_failure(causes: Mapping[int, Cause], world_size: int) -> GiveUpDecision | None:
-    """Return the decision to end a job of which every rank raises the same before the first step."""
-    if len(causes) < world_size or not may_be_certain(causes.values()):
-        return None
-    first = min(causes.items())[1]
-    who = "the only rank" if world_size == 1 else f"all {world_size} ranks"
-    reason = f"{who} {first.what} before the first step: {first.detail}".removesuffix(": ")
-    return GiveUpDecision(reason, first.traceback, is_final=True)
-
-
 @dataclass(frozen=True)
 class History:
-    """What the limits need to know about the incidents so far.
+    """What the limits need to know about the incidents so far."""
 
-    Attributes:
-        max_incidents: how many incidents may be recovered from (None: any number).
-        high_water: the newest committed step at the last incident, or the step that storage brought back after it.
-        without_progress: how many incidents came in a row with no newly committed step before them.
-        best: the highest step that was ever committed before a fallback to storage.
-        fallbacks: how often in a row the job fell back to storage with no step beyond ``best`` in between.
-        same_failure: how often in a row the exception ``failure`` came with no newly committed step in between.
-        failure: the type, the message and the step of the last exception.
-    """
-
-    max_incidents: int | None = None
+    max_incidents: int | None = None  # how many incidents may be recovered from (None: any number)
     incidents: int = 0
-    high_water: int | None = None
-    without_progress: int = 0
-    best: int | None = None
-    fallbacks: int = 0
-    same_failure: int = 0
-    failure: tuple[str, str, int] | None = None
+    high_water: int | None = None  # at the last incident, or after what storage brought back
+    without_progress: int = 0  # how many incidents came in a row with no newly committed step before them
+    best: int | None = None  # the highest step that was ever committed before a fallback to storage
+    fallbacks: int = 0  # how often in a row the job fell back to storage with no step beyond ``best`` in between
+    same_failure: int = 0  # how often in a row ``failure`` came with no new step in between
+    failure: tuple[str, str, int] | None = None  # the type, the message and the step of the last exception
 
     def after(self, cause: Cause, high_water: int) -> tuple[History, GiveUpDecision | None]:
-        """Return the history with one more incident, and the decision to give up if that is one too many.
-
-        What was planned is none.
-        """
+        """Return the history with one more incident, unless it was planned, and the decision to give up, if any."""
         if cause.kind is CauseKind.PLANNED:
             return self, None
         progress = self.high_water is None or high_water > self.high_water

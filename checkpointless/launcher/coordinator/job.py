@@ -1,14 +1,11 @@
-"""A job as its coordinator knows it: its members, its phase, its progress and how it ended.
-
-What a job is recovering from: the incident that is open, how far up its recovery goes, and what it cost.
+"""A job as its coordinator knows it: its members, its phase, its progress, its incidents, and how it ended.
 
 An incident is open from its first cause until all ranks are together again. It is then recovering until the ranks
 have made the step that it interrupted, or until the block has returned if no step was left. If the next fault comes
 first, the incident is escalated: the next one reports the rest.
 
-A fault counts from when it happened, as far as that is known, and not from when it was noticed: a rank that hangs
-from its last progress, a node that is silent from its last word. All figures follow from that, through the
-``undetected_s`` of the event ``detect``.
+A fault counts from when it happened, as far as that is known: a rank that hangs from its last progress, a node that
+is silent from its last word. All figures follow from that, through the ``undetected_s`` of the event ``detect``.
 """
 
 from __future__ import annotations
@@ -30,26 +27,7 @@ from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.observability.telemetry.narration import INCIDENT, detected_line, recovered_line
 from checkpointless.observability.telemetry.wording import plural
-from checkpointless.system.environment import (
-    GROUP_RANK_ENV,
-    GROUP_WORLD_SIZE_ENV,
-    JOB_RESTART_COUNT_ENV,
-    LOCAL_RANK_ENV,
-    LOCAL_WORLD_SIZE_ENV,
-    MASTER_ADDR_ENV,
-    MASTER_PORT_ENV,
-    NODE_RANK_ENV,
-    RANK_ENV,
-    ROLE_NAME_ENV,
-    ROLE_RANK_ENV,
-    ROLE_WORLD_SIZE_ENV,
-    SOURCE_ENV,
-    TORCHELASTIC_MAX_RESTARTS_ENV,
-    TORCHELASTIC_RESTART_COUNT_ENV,
-    TORCHELASTIC_RUN_ID_ENV,
-    TORCHELASTIC_USE_AGENT_STORE_ENV,
-    WORLD_SIZE_ENV,
-)
+from checkpointless.system import environment
 
 NOT_YET = "it has not joined yet"
 
@@ -59,14 +37,9 @@ class Node:
     """A node of the job.
 
     Attributes:
-        lost: why the node's agent can no longer be reached ("" if it can).
-        searching: whether the node said that it lost the coordinator, and has not come back yet.
-        is_back: whether the node has come back to its own place, and has not said yet what its ranks do.
         back_by_s: until when it had to come back, on the coordinator's clock; if it is gone again before it has
             said what its ranks do, it has no longer than that.
-        speaks_by_s: until when a node that is back has to say so, on the coordinator's clock.
-        is_retired: whether its ranks have moved to another node, so that it is idle and takes nobody's place.
-        is_reserved: whether it is a spare to which a node's ranks are moving, so that it takes no other place.
+        is_reserved: whether it takes nobody's place: a node's ranks are moving to it, or its own have moved away.
         tried: the ranks of which a process was started although their device is bad, with its incarnation and the
             highest committed step of that time.
     """
@@ -75,102 +48,29 @@ class Node:
     nproc: int
     send: Callable[[Command], None]
     joined: bool = False
-    lost: str = ""
-    searching: bool = False
-    is_back: bool = False
+    lost: str = ""  # why the node's agent can no longer be reached ("" if it can)
+    searching: bool = False  # whether the node said that it lost the coordinator, and has not come back yet
+    is_back: bool = False  # whether the node has come back to its own place, and has not said yet what its ranks do
     back_by_s: float = 0.0
-    speaks_by_s: float = 0.0
-    is_retired: bool = False
+    speaks_by_s: float = 0.0  # until when a node that is back has to say so, on the coordinator's clock
     is_reserved: bool = False
     tried: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
 class Rank:
-    """A rank as the coordinator knows it.
-
-    Attributes:
-        state: as its node's agent sees it, or will see it after the last command. Only ``Roster.move`` changes it.
-        shard: the first of the ranks that hold the same state as this one (None: not known).
-        first: incarnation of the rank's first process since the job began, or began again.
-        entered: whether the process that is at the barrier was in its block before.
-        unfit: why that process cannot enter its block again ("": it can).
-    """
+    """A rank as the coordinator knows it."""
 
     number: int
     node: Node
-    state: RankState = RankState.GONE
+    state: RankState = RankState.GONE  # as its node's agent sees it, or will after the last command
     incarnation: int = -1
     committed: int = NO_STEP
     making: int = NO_STEP
-    shard: int | None = None
-    first: int = 0
-    entered: bool = False
-    unfit: str = ""
-
-
-class Roster:
-    """The nodes and ranks of a job, counted so that no message requires a look at all of them.
-
-    Attributes:
-        lost: numbers of the nodes that cannot be reached.
-        fresh: numbers of the ranks whose processes were started since all ranks had committed a step: they may hold
-            no state yet.
-        not_joined: numbers of the nodes that cannot start processes, including the lost ones.
-        back_by_s: by when the nodes that look for this coordinator have to be back, on the coordinator's clock.
-    """
-
-    def __init__(self, nnodes: int, nproc: int) -> None:
-        self.nodes = [Node(index, nproc, _nowhere, lost=NOT_YET) for index in range(nnodes)]
-        self.spares: list[Node] = []
-        self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
-        self.in_state = Counter({RankState.GONE: len(self.ranks)})
-        self.lost = set(range(nnodes))
-        self.not_joined = set(range(nnodes))
-        self.fresh: set[int] = set()
-        self.back_by_s: dict[int, float] = {}
-
-    def fell_back(self, step: int) -> None:
-        """Note that the job resumes after ``step``, earlier than what was committed."""
-        for node in self.nodes:
-            node.tried = {rank: (number, min(after, step)) for rank, (number, after) in node.tried.items()}
-
-    def put_in_place(self, node: Node, index: int) -> None:
-        """Give ``node`` the number ``index`` and the ranks that belong to it."""
-        node.index = index
-        self.nodes[index] = node
-        self.lost.discard(index)
-        for rank in self.ranks_of(node):
-            rank.node = node
-
-    def free_spare(self) -> Node | None:
-        """Return a node that can take another one's place; None: there is none."""
-        free = (each for each in self.spares if each.joined and not each.is_retired and not each.is_reserved)
-        return next(free, None)
-
-    def is_in_place(self, node: Node) -> bool:
-        """Return whether ``node`` is one of the job's nodes: neither a spare nor replaced."""
-        return node.index >= 0 and self.nodes[node.index] is node
-
-    def ranks_of(self, node: Node) -> list[Rank]:
-        """Return the ranks of a node that is in place."""
-        return self.ranks[node.index * node.nproc : (node.index + 1) * node.nproc]
-
-    def rank_of(self, number: int, node: Node) -> Rank:
-        """Return the rank with this number; ``ValueError`` if ``node``, which speaks of it, does not run it."""
-        if not 0 <= number < len(self.ranks) or self.ranks[number].node is not node:
-            raise ValueError(f"node {node.index} named rank {number}, which it does not run")
-        return self.ranks[number]
-
-    def move(self, rank: Rank, state: RankState) -> None:
-        """Move a rank to another state; nothing else sets the state, so the count is right."""
-        self.in_state[rank.state] -= 1
-        self.in_state[state] += 1
-        rank.state = state
-
-    def all_are(self, state: RankState) -> bool:
-        """Return whether every rank is in ``state``."""
-        return self.in_state[state] == len(self.ranks)
+    shard: int | None = None  # the first of the ranks that hold the same state as this one (None: not known)
+    first: int = 0  # incarnation of the rank's first process since the job began, or began again
+    entered: bool = False  # whether the process that is at the barrier was in its block before
+    unfit: str = ""  # why that process cannot enter its block again ("": it can)
 
 
 def _nowhere(command: Command) -> None:
@@ -179,32 +79,24 @@ def _nowhere(command: Command) -> None:
 
 @dataclass
 class _Incident:
-    """An incident that is not over.
-
-    Attributes:
-        since_s: when its fault happened, on the monotonic clock (None: it was noticed at once).
-        cause: the cause that explains all causes that are known so far.
-        by_rank: the last cause of each rank that has one.
-        stillborn: how many successors ended before they entered the block.
-        inexact: what is not exact after it, by rank.
-    """
+    """An incident that is not over."""
 
     id: str
     opened_at_s: float
-    cause: Cause
-    since_s: float | None = None
+    cause: Cause  # the cause that explains all causes that are known so far
+    since_s: float | None = None  # when its fault happened, on the monotonic clock (None: it was noticed at once)
     together_at_s: float = 0.0
     target: int = NO_STEP
-    by_rank: dict[int, Cause] = field(default_factory=dict)
+    by_rank: dict[int, Cause] = field(default_factory=dict)  # the last cause of each rank that has one
     said: Cause | None = None
     killed_the_late: bool = False
     counted: bool = False
     handed_over: bool = False
-    stillborn: int = 0
+    stillborn: int = 0  # how many successors ended before they entered the block
     rung: Rung = Rung.IN_PROCESS
     steps_lost: int = 0
     restarted: bool = False
-    inexact: dict[int, str] = field(default_factory=dict)
+    inexact: dict[int, str] = field(default_factory=dict)  # what is not exact after it, by rank
 
     @property
     def deviation(self) -> str:
@@ -434,6 +326,12 @@ class Job:
     """The state of a job, which the parts of the coordinator share.
 
     Attributes:
+        in_state: how many ranks are in each state, so that no message requires a look at all of them.
+        fresh: numbers of the ranks whose processes were started since all ranks had committed a step: they may hold
+            no state yet.
+        not_joined: numbers of the nodes that cannot start processes, including the lost ones.
+        back_by_s: by when the nodes that look for this coordinator have to be back, on the coordinator's clock.
+        host: the node whose agent runs this coordinator; None if it runs in a separate process.
         high_water: the highest optimizer step that any rank was seen to commit (-1: none).
         target: the step after which the recovery is over (-1: none).
         origin: the generation that begins from nothing: 0, or that of the last restart of the whole job.
@@ -450,7 +348,14 @@ class Job:
         nnodes, nproc = config.nnodes, config.nproc_per_node
         self.say = say
         self.clock = clock
-        self.roster = Roster(nnodes, nproc)
+        self.nodes = [Node(index, nproc, _nowhere, lost=NOT_YET) for index in range(nnodes)]
+        self.spares: list[Node] = []
+        self.host: Node | None = None
+        self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
+        self.in_state = Counter({RankState.GONE: len(self.ranks)})
+        self.not_joined = set(range(nnodes))
+        self.fresh: set[int] = set()
+        self.back_by_s: dict[int, float] = {}
         self.rendezvous = _Rendezvous(nnodes, nproc)
         self.incidents = _IncidentTracker(config.max_incidents, events, say)
         self.progress = _ProgressReports(nnodes)
@@ -484,6 +389,47 @@ class Job:
         """The generation that begins next."""
         return self.generation + 1
 
+    def fell_back(self, step: int) -> None:
+        """Note that the job resumes after ``step``, earlier than what was committed."""
+        for node in self.nodes:
+            node.tried = {rank: (number, min(after, step)) for rank, (number, after) in node.tried.items()}
+
+    def put_in_place(self, node: Node, index: int) -> None:
+        """Give ``node`` the number ``index`` and the ranks that belong to it."""
+        node.index = index
+        self.nodes[index] = node
+        for rank in self.ranks_of(node):
+            rank.node = node
+
+    def free_spare(self) -> Node | None:
+        """Return a node that can take another one's place; None: there is none."""
+        free = (each for each in self.spares if each.joined and not each.is_reserved)
+        return next(free, None)
+
+    def is_in_place(self, node: Node) -> bool:
+        """Return whether ``node`` is one of the job's nodes: neither a spare nor replaced."""
+        return node.index >= 0 and self.nodes[node.index] is node
+
+    def ranks_of(self, node: Node) -> list[Rank]:
+        """Return the ranks of a node that is in place."""
+        return self.ranks[node.index * node.nproc : (node.index + 1) * node.nproc]
+
+    def rank_of(self, number: int, node: Node) -> Rank:
+        """Return the rank with this number; ``ValueError`` if ``node``, which speaks of it, does not run it."""
+        if not 0 <= number < len(self.ranks) or self.ranks[number].node is not node:
+            raise ValueError(f"node {node.index} named rank {number}, which it does not run")
+        return self.ranks[number]
+
+    def move(self, rank: Rank, state: RankState) -> None:
+        """Move a rank to another state; nothing else sets the state, so the count is right."""
+        self.in_state[rank.state] -= 1
+        self.in_state[state] += 1
+        rank.state = state
+
+    def all_are(self, state: RankState) -> bool:
+        """Return whether every rank is in ``state``."""
+        return self.in_state[state] == len(self.ranks)
+
     def end(self, code: int, *last_words: str) -> None:
         """End the job, unless it has ended already; empty lines of ``last_words`` are left out."""
         if self.outcome is None:
@@ -493,10 +439,7 @@ class Job:
 
     def tell_nodes(self, command: Command) -> None:
         """Send a command to every node that has joined; that the job is over is sent to spares, too."""
-        nodes: list[Node] = self.roster.nodes
-        if isinstance(command, End):
-            nodes = [*nodes, *self.roster.spares]
-        for node in nodes:
+        for node in (*self.nodes, *(self.spares if isinstance(command, End) else ())):
             if node.lost != NOT_YET:
                 node.send(command)
 
@@ -550,8 +493,8 @@ class _ProgressReports:
         """Forget a node's report, if there is one."""
         before = self._said.pop(node, None)
         if before is not None:
-            _take_one(self._oldest, before.oldest)
-            _take_one(self._newest, before.newest)
+            self._oldest -= Counter((before.oldest,))  # which drops a step that no node is at
+            self._newest -= Counter((before.newest,))
             self._timed -= before.longest_ms > 0
 
     def forget(self) -> None:
@@ -561,16 +504,8 @@ class _ProgressReports:
         self._timed = self._longest_ms = 0
 
 
-def _take_one(counts: Counter[int], value: int) -> None:
-    counts[value] -= 1
-    if not counts[value]:
-        del counts[value]
-
-
 class _Rendezvous:
-    """Where the ranks of the coming generation meet, and the environment variables that lead there.
-
-    They meet at a store in the agent of node ``host``, so they do not notice if the coordinator is lost.
+    """Where the ranks of the coming generation meet: a store in the agent of node ``host``.
 
     ``sources`` is from where ranks that have moved fetch their state, by rank.
     """
@@ -605,29 +540,29 @@ class _Rendezvous:
             raise RuntimeError(f"generation {self.generation} has no store")
         address, port = self._where
         return {
-            MASTER_ADDR_ENV: address,
-            MASTER_PORT_ENV: str(port),
-            TORCHELASTIC_RESTART_COUNT_ENV: str(self.generation),
-            JOB_RESTART_COUNT_ENV: str(self.generation),
+            environment.MASTER_ADDR_ENV: address,
+            environment.MASTER_PORT_ENV: str(port),
+            environment.TORCHELASTIC_RESTART_COUNT_ENV: str(self.generation),
+            environment.JOB_RESTART_COUNT_ENV: str(self.generation),
         }
 
     def rank_env(self, rank: int, node: int) -> dict[str, str]:
         """Return all environment variables that a new rank needs to join the generation, named as by torchrun."""
         world_size = str(self.nnodes * self.nproc)
         return {
-            RANK_ENV: str(rank),
-            LOCAL_RANK_ENV: str(rank % self.nproc),
-            ROLE_RANK_ENV: str(rank),
-            WORLD_SIZE_ENV: world_size,
-            LOCAL_WORLD_SIZE_ENV: str(self.nproc),
-            ROLE_WORLD_SIZE_ENV: world_size,
-            ROLE_NAME_ENV: "default",
-            NODE_RANK_ENV: str(node),
-            GROUP_RANK_ENV: str(node),
-            GROUP_WORLD_SIZE_ENV: str(self.nnodes),
-            TORCHELASTIC_RUN_ID_ENV: self.run_id,
-            TORCHELASTIC_MAX_RESTARTS_ENV: "0",
-            TORCHELASTIC_USE_AGENT_STORE_ENV: "True",
+            environment.RANK_ENV: str(rank),
+            environment.LOCAL_RANK_ENV: str(rank % self.nproc),
+            environment.ROLE_RANK_ENV: str(rank),
+            environment.WORLD_SIZE_ENV: world_size,
+            environment.LOCAL_WORLD_SIZE_ENV: str(self.nproc),
+            environment.ROLE_WORLD_SIZE_ENV: world_size,
+            environment.ROLE_NAME_ENV: "default",
+            environment.NODE_RANK_ENV: str(node),
+            environment.GROUP_RANK_ENV: str(node),
+            environment.GROUP_WORLD_SIZE_ENV: str(self.nnodes),
+            environment.TORCHELASTIC_RUN_ID_ENV: self.run_id,
+            environment.TORCHELASTIC_MAX_RESTARTS_ENV: "0",
+            environment.TORCHELASTIC_USE_AGENT_STORE_ENV: "True",
             **(self.go_env() if self.is_open else {}),  # a coordinator that took the job over has opened none yet
-            SOURCE_ENV: self.sources.get(rank, ""),
+            environment.SOURCE_ENV: self.sources.get(rank, ""),
         }

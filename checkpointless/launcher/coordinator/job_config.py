@@ -5,10 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointless.launcher.coordinator.hang_watch import Heartbeat
-from checkpointless.launcher.protocol.channel import check_token
+from checkpointless.launcher.protocol.channel import MIN_TOKEN_CHARACTERS
+from checkpointless.system.environment import TOKEN_ENV
 
 DEFAULT_PORT = 29400  # torchrun's default
+FLOOR_S, _CEILING_S = 30.0, 600.0
+_LONGEST_TIMES = 10.0
+PAUSE_TIMES = 3.0  # a job that has paused for so long by itself may pause again, and longer
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """How long a rank in its block may show no progress, in seconds; without ``given_s`` that follows the job."""
+
+    given_s: float | None = None
+
+    @property
+    def limit_s(self) -> float:
+        """The limit in seconds where nothing is known of the job."""
+        return _CEILING_S if self.given_s is None else self.given_s
+
+    def within_step_s(self, longest_s: float) -> float:
+        """Return the limit within a step, by the longest time between beats so far (0: not known)."""
+        if self.given_s is not None or longest_s <= 0:
+            return self.limit_s
+        return min(_CEILING_S, max(FLOOR_S, _LONGEST_TIMES * longest_s))
+
+    def ceiling_s(self, pause_s: float) -> float:
+        """Return the limit outside of a step, and for a stall that ranks share, by the longest pause so far."""
+        return max(_CEILING_S, PAUSE_TIMES * pause_s) if self.given_s is None else self.given_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +77,7 @@ class JobConfig:
     @property
     def heartbeat(self) -> Heartbeat:
         """How long a rank in its block may show no progress."""
-        return Heartbeat.of(self.heartbeat_timeout_s)
+        return Heartbeat(self.heartbeat_timeout_s)
 
     @property
     def endpoint(self) -> tuple[str, int]:
@@ -68,5 +93,9 @@ class JobConfig:
         """Raise ``ValueError`` if several nodes could not meet, because of the endpoint or the token."""
         if not self.rdzv_endpoint:
             raise ValueError("several nodes need --rdzv-endpoint HOST[:PORT], where HOST is node 0 for all of them")
-        check_token(self.token)
+        if len(self.token) < MIN_TOKEN_CHARACTERS:
+            raise ValueError(
+                f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
+                "the same on all of them (openssl rand -hex 32 makes one)"
+            )
         _ = self.endpoint

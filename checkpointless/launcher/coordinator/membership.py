@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-from checkpointless.launcher.coordinator.job import FAILED, NOT_YET, Job, Node, Phase, Rank, Roster
+from checkpointless.launcher.coordinator.job import FAILED, NOT_YET, Job, Node, Phase, Rank
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exit_cause
@@ -18,7 +19,6 @@ from checkpointless.launcher.protocol.messages import (
     End,
     FaultReport,
     Hello,
-    Holding,
     RankEnded,
     RankState,
     Standing,
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class _StandingReports:
-    """Collects what the nodes report about their ranks until all nodes have come; updates the roster by it."""
+    """Collects what the nodes report about their ranks until all nodes have come; updates the job by it."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._standings: dict[int, Standing] = {}
         self._causes: list[Cause] = []
         self._ends: list[RankEnded] = []
@@ -52,7 +52,7 @@ class _StandingReports:
     def high_water(self) -> int:
         """The highest step that any rank is known to have committed."""
         told = max(standing.high_water for standing in self._standings.values())
-        return max(told, *(rank.committed for rank in self._roster.ranks))
+        return max(told, *(rank.committed for rank in self._job.ranks))
 
     @property
     def run_id(self) -> str:
@@ -61,9 +61,9 @@ class _StandingReports:
     def put(self, node: Node, standing: Standing) -> None:
         self._standings[node.index] = standing
         for said in standing.ranks:
-            rank = self._roster.rank_of(said.number, node)
+            rank = self._job.rank_of(said.number, node)
             rank.incarnation, rank.committed, rank.making = said.incarnation, said.committed, said.making
-            self._roster.move(rank, said.state)
+            self._job.move(rank, said.state)
 
     def drop(self, node: Node) -> None:
         """Forget the report of a node that is lost (again)."""
@@ -75,9 +75,9 @@ class _StandingReports:
             self._causes.append(message.cause)
         elif isinstance(message, RankEnded):
             self._ends.append(message)
-            self._roster.move(rank, RankState.GONE)
+            self._job.move(rank, RankState.GONE)
         elif rank.state is not RankState.GONE:  # else no process of it was asked for yet
-            self._roster.move(rank, RankState.DONE if isinstance(message, Done) else RankState.READY)
+            self._job.move(rank, RankState.DONE if isinstance(message, Done) else RankState.READY)
 
     @property
     def is_over(self) -> bool:
@@ -85,7 +85,7 @@ class _StandingReports:
         newest = self.generation
         if not any(each.finished and each.generation == newest for each in self._standings.values()):
             return False
-        return not {RankState.READY, RankState.GONE} <= {rank.state for rank in self._roster.ranks}
+        return not {RankState.READY, RankState.GONE} <= {rank.state for rank in self._job.ranks}
 
     def failure(self) -> str:
         """Return which rank failed, or which node was lost, after all blocks had returned ("": none)."""
@@ -97,7 +97,7 @@ class _StandingReports:
 
     def cause(self) -> Cause | None:
         """Return why the job has to regroup, or None if all its ranks are in their block and undisturbed."""
-        ranks = self._roster.ranks
+        ranks = self._job.ranks
         causes = [exit_cause(end.rank, end.code, end.making) for end in self._ends if not end.forgiven]
         if causes or self._causes:
             return attribute([*self._causes, *causes])
@@ -116,7 +116,7 @@ class _StandingReports:
         return Cause(CauseKind.LOSS, None, "coordinator", "was lost", step, why, who="the coordinator")
 
     def _absent(self) -> list[int]:
-        return sorted({rank.node.index for rank in self._roster.ranks} - self._standings.keys())
+        return sorted({rank.node.index for rank in self._job.ranks} - self._standings.keys())
 
 
 class Membership:
@@ -135,8 +135,7 @@ class Membership:
         on_loss: Callable[[Node], None],
     ) -> None:
         self._job = job
-        self._roster = job.roster
-        self.standings = _StandingReports(job.roster)
+        self.standings = _StandingReports(job)
         self._processes = processes
         self._regrouping = regrouping
         self._on_complete = on_complete
@@ -152,27 +151,27 @@ class Membership:
         Raises:
             ValueError: the job has no place for the node; the message says why.
         """
-        roster = self._roster
-        wanted = roster.nodes[0].nproc
+        job = self._job
+        wanted = job.nodes[0].nproc
         if nproc != wanted:
             raise ValueError(f"it runs {nproc} ranks, and the nodes of this job run {wanted}")
-        if index >= len(roster.nodes):
-            raise ValueError(f"there is no node {index} in a job of {len(roster.nodes)}")
+        if index >= len(job.nodes):
+            raise ValueError(f"there is no node {index} in a job of {len(job.nodes)}")
         if self._job.phase is Phase.OVER:
             raise ValueError("the job is over")
         node = Node(index, nproc, send)
         if index < 0:
-            roster.spares.append(node)
-        elif index in roster.back_by_s:
-            node.back_by_s = roster.back_by_s.pop(index)
-            node.joined, node.is_back = roster.nodes[index].joined, True
-            node.tried = roster.nodes[index].tried
+            job.spares.append(node)
+        elif index in job.back_by_s:
+            node.back_by_s = job.back_by_s.pop(index)
+            node.joined, node.is_back = job.nodes[index].joined, True
+            node.tried = job.nodes[index].tried
             node.speaks_by_s = self._job.clock() + self._job.config.regroup_timeout_s
-            roster.put_in_place(node, index)
-        elif not roster.nodes[index].lost:
+            job.put_in_place(node, index)
+        elif not job.nodes[index].lost:
             raise ValueError(f"node {index} is here already")
         else:
-            roster.put_in_place(node, index)
+            job.put_in_place(node, index)
         return node
 
     def joined(self, node: Node) -> None:
@@ -180,65 +179,90 @@ class Membership:
         if node.is_back and not self.begin_anew(node, "its agent was started anew"):
             return
         node.joined = True
-        if not self._roster.is_in_place(node):
-            vacant = self._vacant()
-            if vacant is not None:
-                self._replace(vacant)
+        if not self._job.is_in_place(node):
+            vacant = (each for each in self._job.nodes if each.lost and each.lost != NOT_YET)
+            if self._job.replace_at_s is None and (lost := next(vacant, None)) is not None:
+                self._replace(lost)
             return
-        self._roster.not_joined.discard(node.index)
-        if not self._roster.not_joined:
+        self._job.not_joined.discard(node.index)
+        if not self._job.not_joined:
             self._on_complete()
 
     def lose(self, node: Node, reason: str, since_s: float | None = None) -> None:
-        """Note that the agent of ``node`` cannot be reached; its ranks are dead unless it is expected back.
+        """Note that the agent of ``node`` cannot be reached since ``since_s`` on the monotonic clock (None: now).
 
-        Args:
-            since_s: when it was heard last, on the monotonic clock (None: it was lost just now).
+        Its ranks are dead unless it is expected back.
         """
-        roster, job = self._roster, self._job
+        job = self._job
         if not self._comes_back(node):
             self.lose_for_good(node, reason, since_s)
-        elif node.index not in roster.back_by_s:
+        elif node.index not in job.back_by_s:
             by_s = node.back_by_s if node.is_back else job.clock() + job.config.node_timeout_s
-            roster.back_by_s[node.index] = by_s
+            job.back_by_s[node.index] = by_s
             node.send, node.is_back = _drop, False
 
     def lose_for_good(self, node: Node, reason: str, since_s: float | None = None) -> None:
         """Treat the ranks of ``node`` as dead, since the monotonic time ``since_s`` (None: since now)."""
         if node.lost:  # it had said that it leaves, and now its connection is closed
             return
-        roster, job = self._roster, self._job
+        job = self._job
         node.send, node.lost, node.joined, node.is_back = _drop, reason, False, False
-        if node in roster.spares:
-            roster.spares.remove(node)
+        if node in job.spares:
+            job.spares.remove(node)
         if job.phase is Phase.OVER:
             return
         self._on_loss(node)
-        if not roster.is_in_place(node):
+        if not job.is_in_place(node):
             return
-        roster.lost.add(node.index)
-        roster.not_joined.add(node.index)
-        roster.back_by_s.pop(node.index, None)
+        job.not_joined.add(node.index)
+        job.back_by_s.pop(node.index, None)
         job.progress.drop(node.index)
         self.standings.drop(node)
         self._lose_ranks(node, reason, since_s)
 
-    def give_up(self, node: Node, reason: str) -> None:
-        """Have a node end its part of the job, and treat it as lost: a device of it must not be used."""
-        node.send(End(FAILED, [reason]))
-        self.lose_for_good(node, reason)
+    def bad_device(self, rank: Rank, message: DeviceBad) -> None:
+        """Act on a report of a device that must not be used.
+
+        The node is given up whole, for a spare, since ranks belong to nodes; so its other ranks lose what they
+        hold. That costs only time if every shard of the node has another holder elsewhere. If one has not, the
+        device is tried once first: the rank is started on it all the same. That is also done as long as there is no
+        spare, and on the node that runs the coordinator.
+        """
+        job, node = self._job, rank.node
+        is_meant = rank.state is RankState.STARTING and rank.incarnation == message.incarnation
+        if not is_meant or job.phase is not Phase.GATHERING:
+            return
+        tried, tried_after = node.tried.get(rank.number, (-1, -1))
+        if tried == message.incarnation:
+            self._processes.start_anyway(rank)  # the answer may be lost, and one that comes twice is ignored
+            return
+        was_tried = tried >= 0 and job.high_water <= tried_after  # no step was committed since
+        can_go = was_tried or not _is_last_holder(node, job.ranks, job.fresh)
+        gives_up = can_go and node is not job.host and job.free_spare() is not None
+        why = f"the device of rank {rank.number} must not be used: {message.why}"
+        remedy = "give_up" if gives_up else "try"
+        about: dict[str, Any] = {"node_number": node.index, "why": message.why, "remedy": remedy}
+        job.incidents.emit(EventName.BAD_DEVICE, "point", rank=rank.number, **about)
+        if gives_up:
+            job.say(f"node {node.index} is given up for a spare: {why}")
+            node.send(End(FAILED, [why]))
+            self.lose_for_good(node, why)
+        else:
+            node.tried[rank.number] = message.incarnation, job.high_water
+            todo = "is started on it once more" if tried < 0 else "is started on it again: add a spare node"
+            job.say(f"node {node.index} cannot be given up: {why}; rank {rank.number} {todo}")
+            self._processes.start_anyway(rank)
 
     def lose_those_that_stay_away(self, now_s: float) -> None:
         """Treat nodes as lost that looked for this coordinator and have not come back, or not spoken, in time."""
-        for index in [index for index, by_s in self._roster.back_by_s.items() if now_s >= by_s]:
-            self.lose_for_good(self._roster.nodes[index], "it lost sight of the coordinator and did not come back")
-        for node in [node for node in self._roster.nodes if node.is_back and now_s >= node.speaks_by_s]:
+        for index in [index for index, by_s in self._job.back_by_s.items() if now_s >= by_s]:
+            self.lose_for_good(self._job.nodes[index], "it lost sight of the coordinator and did not come back")
+        for node in [node for node in self._job.nodes if node.is_back and now_s >= node.speaks_by_s]:
             self.begin_anew(node, "it came back and did not say what its ranks do")
 
     def replace_missing(self, why: str) -> None:
         """Have spares take the places of all nodes that are not here; ``why`` they are not is for people."""
-        for index in sorted(self._roster.lost):
-            missing = self._roster.nodes[index]
+        for missing in [node for node in self._job.nodes if node.lost]:
             missing.send, missing.lost = _drop, why
             self._replace(missing)
 
@@ -246,9 +270,9 @@ class Membership:
         """Treat a node's ranks as lost, as it came back without them; return whether it still has a place."""
         send, index = node.send, node.index
         self.lose_for_good(node, reason)
-        if self._job.outcome is None and self._roster.nodes[index] is node:
+        if self._job.outcome is None and self._job.nodes[index] is node:
             node.send, node.lost = send, ""
-            self._roster.put_in_place(node, index)
+            self._job.put_in_place(node, index)
             return True
         send(self._job.outcome or End(FAILED, [f"a spare has taken the place of node {index}"]))
         return False
@@ -258,23 +282,17 @@ class Membership:
 
         This holds for a node that looks for this coordinator, and when all that is left is to hear how ranks ended.
         """
-        if node.lost or not node.joined or not self._roster.is_in_place(node):
+        if node.lost or not node.joined or not self._job.is_in_place(node):
             return False
         return node.is_back or node.searching or self._job.phase is Phase.FINISHING
 
-    def _vacant(self) -> Node | None:
-        """Return a node that was lost, whose place anybody may take."""
-        if self._job.replace_at_s is not None:
-            return None
-        return next((each for each in self._roster.nodes if each.lost and each.lost != NOT_YET), None)
-
     def _lose_ranks(self, node: Node, reason: str, since_s: float | None) -> None:
         """Treat the ranks of a node that was lost as dead, and look for another node."""
-        job, mine = self._job, self._roster.ranks_of(node)
+        job, mine = self._job, self._job.ranks_of(node)
         states = {rank.state for rank in mine}
         making = max(rank.making for rank in mine)
         for rank in mine:
-            self._roster.move(rank, RankState.GONE)
+            self._job.move(rank, RankState.GONE)
         if job.phase is Phase.FINISHING:
             if states != {RankState.GONE}:
                 job.end(FAILED, f"node {node.index} was lost before its ranks had ended ({reason})")
@@ -297,15 +315,15 @@ class Membership:
 
     def _replace(self, lost: Node) -> None:
         """Have a spare take the place of a lost node, if one is ready."""
-        roster, job = self._roster, self._job
-        spare = roster.free_spare()
+        job = self._job
+        spare = job.free_spare()
         if spare is None:
             left_s = (job.gather_by_s or 0.0) - job.clock()
             job.say(f"no spare is ready: waiting up to {max(left_s, 0):.0f} s for another node {lost.index}")
             return
-        roster.spares.remove(spare)
+        job.spares.remove(spare)
         job.say(f"a spare takes the place of node {lost.index}")
-        roster.put_in_place(spare, lost.index)
+        job.put_in_place(spare, lost.index)
         self.joined(spare)
 
 
@@ -322,55 +340,3 @@ def _is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -
     living = [rank for rank in ranks if rank.state is not RankState.GONE and rank.number not in fresh]
     elsewhere = {rank.shard for rank in living if rank.node is not node}
     return any(rank.shard is not None and rank.shard not in elsewhere for rank in living if rank.node is node)
-
-
-class BadDevices:
-    """Acts on reports of devices that must not be used.
-
-    A node is given up whole, for a spare, since ranks belong to nodes; so its other ranks lose what they hold. That
-    costs only time if every shard of the node has another holder elsewhere. If one has not, the device is tried
-    once first: the rank is started on it all the same. That is also done as long as there is no spare, and on the
-    node whose agent hosts the coordinator.
-    """
-
-    def __init__(self, job: Job, membership: Membership, processes: Processes) -> None:
-        self._job = job
-        self._membership = membership
-        self._processes = processes
-
-    def note_holding(self, node: Node, message: Holding) -> None:
-        """Note which shards the ranks of a node hold."""
-        if self._job.roster.is_in_place(node):
-            for rank, shard in zip(self._job.roster.ranks_of(node), message.shards):
-                rank.shard = shard
-
-    def hear(self, rank: Rank, message: DeviceBad, host: Node | None) -> None:
-        """Act on a report."""
-        job, node = self._job, rank.node
-        is_meant = rank.state is RankState.STARTING and rank.incarnation == message.incarnation
-        if not is_meant or job.phase is not Phase.GATHERING:
-            return
-        tried, tried_after = node.tried.get(rank.number, (-1, -1))
-        if tried == message.incarnation:
-            self._processes.start_anyway(rank)  # the answer may be lost, and one that comes twice is ignored
-            return
-        was_tried = tried >= 0 and job.high_water <= tried_after  # no step was committed since
-        can_go = was_tried or not _is_last_holder(node, job.roster.ranks, job.roster.fresh)
-        gives_up = can_go and node is not host and job.roster.free_spare() is not None
-        why = f"the device of rank {rank.number} must not be used: {message.why}"
-        job.incidents.emit(
-            EventName.BAD_DEVICE,
-            "point",
-            rank=rank.number,
-            node_number=node.index,
-            why=message.why,
-            remedy="give_up" if gives_up else "try",
-        )
-        if gives_up:
-            job.say(f"node {node.index} is given up for a spare: {why}")
-            self._membership.give_up(node, why)
-        else:
-            node.tried[rank.number] = message.incarnation, job.high_water
-            todo = "is started on it once more" if tried < 0 else "is started on it again: add a spare node"
-            job.say(f"node {node.index} cannot be given up: {why}; rank {rank.number} {todo}")
-            self._processes.start_anyway(rank)

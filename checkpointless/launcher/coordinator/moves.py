@@ -18,7 +18,7 @@ from enum import Enum
 from checkpointless.launcher.coordinator.job import Job, Node, Phase
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.causes import exit_cause, planned_cause
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, exit_cause
 from checkpointless.launcher.protocol.messages import (
     DeviceBad,
     Discard,
@@ -58,32 +58,27 @@ class _Move:
 
     Attributes:
         node, spare: from where, and to where.
-        why: why it is made, for people.
-        origin: that of the job when it began.
         successors: the incarnation of each of the node's ranks on the spare.
-        here: the ranks whose successors wait at the entry of their block.
         paused: the ranks that wait at the step boundary in generation ``paused_in``; asked again at ``ask_at_s``.
         asked, offers: the processes that were asked for their state, and what they have answered.
-        by_s: until when the stage has to be over, on the coordinator's clock (None: training decides).
-        problem: why the ranks stay after all; they may have agreed on a boundary already.
     """
 
     node: Node
     spare: Node
-    why: str
+    why: str  # why it is made, for people
     tell: Tell
     began_s: float
-    by_s: float | None
-    origin: int
+    by_s: float | None  # until when the stage has to be over, on the coordinator's clock (None: training decides)
+    origin: int  # that of the job when it began
     stage: _Stage = _Stage.WARMING
     successors: dict[int, int] = field(default_factory=dict)
-    here: set[int] = field(default_factory=set)
+    here: set[int] = field(default_factory=set)  # the ranks whose successors wait at the entry of their block
     paused: set[int] = field(default_factory=set)
     paused_in: int = NO_STEP
     ask_at_s: float = 0.0
     asked: dict[int, int] = field(default_factory=dict)
     offers: dict[int, Offered] = field(default_factory=dict)
-    problem: str = ""
+    problem: str = ""  # why the ranks stay after all; they may have agreed on a boundary already
 
 
 class Moves:
@@ -91,83 +86,71 @@ class Moves:
 
     def __init__(self, job: Job, processes: Processes, regrouping: Regrouping) -> None:
         self._job = job
-        self._roster = job.roster
         self._processes = processes
         self._regrouping = regrouping
         self._move: _Move | None = None
 
     # ---- what is asked for
 
-    def ask(self, index: int, why: str, tell: Tell, host: Node | None) -> None:
-        """Begin to move the ranks of node ``index``, or refuse to.
-
-        Args:
-            why: for people.
-            tell: hears what becomes of it.
-            host: the node whose agent runs the coordinator, which cannot be moved.
-        """
+    def ask(self, index: int, why: str, tell: Tell) -> None:
+        """Have a spare take the ranks of node ``index`` over, or refuse to; ``tell`` hears what becomes of it."""
         job = self._job
-        problem = self._obstacle(index, host)
-        spare = self._roster.free_spare()
+        problem = self._obstacle(index)
+        spare = self._job.free_spare()
         if not problem and spare is None:
             problem = "no spare is free: start one more agent with --spares, and ask again"
         if problem or spare is None:
-            line = f"node {index} is not moved: {problem}{_GOES_ON}"
-            job.say(line)
-            tell(MoveNews(line, True))
+            self._say(tell, f"node {index} is not moved: {problem}{_GOES_ON}", is_over=True)
             return
         now_s = job.clock()
-        node = self._roster.nodes[index]
+        node = self._job.nodes[index]
         spare.is_reserved = True
         self._move = move = _Move(node, spare, why, tell, now_s, now_s + job.config.regroup_timeout_s, job.origin)
-        for rank in self._roster.ranks_of(node):
+        for rank in self._job.ranks_of(node):
             move.successors[rank.number] = rank.incarnation + 1
             env = job.rendezvous.rank_env(rank.number, index)
             env = {name: value for name, value in env.items() if name not in _OF_THE_STORE}  # that of others yet
             spare.send(Spawn(rank.number, rank.incarnation + 1, job.coming, "", env))
-        self._say(f"moves to a spare ({why}): its successors start while training goes on")
+        self._say(tell, f"node {index} moves to a spare ({why}): its successors start while training goes on")
 
-    def _obstacle(self, index: int, host: Node | None) -> str:
+    def _obstacle(self, index: int) -> str:
         """Return why node ``index`` cannot be moved now; "" if it can, given a spare."""
-        job, nodes = self._job, self._roster.nodes
+        job, nodes = self._job, self._job.nodes
         if not 0 <= index < len(nodes):
             return f"the job has nodes 0 to {len(nodes) - 1}"
         if self._move is not None:
             return f"node {self._move.node.index} is being moved: ask again when that is over"
-        if nodes[index] is host:
+        if nodes[index] is job.host:
             return (
                 "its agent coordinates the job; with `checkpointless coordinator` elsewhere any node can be moved"
             )
         if job.phase is not Phase.RUNNING or job.incidents.open is not None or job.incidents.recovering is not None:
             return "the job is not training, but begins, recovers or ends: ask again when it trains"
         node = nodes[index]
-        if node.lost or not node.joined or node.searching or node.is_back or index in self._roster.back_by_s:
+        if node.lost or not node.joined or node.searching or node.is_back or index in self._job.back_by_s:
             return "it is not connected"
         return ""
 
     # ---- what happens meanwhile
 
-    def hear(self, node: Node, message: NodeMessage, host: Node | None) -> bool:
+    def hear(self, node: Node, message: NodeMessage) -> bool:
         """Act on a message of a node if it is about a move; return whether it is."""
         move = self._move
         if isinstance(message, MoveWanted):
-            self._wanted(node, message, host)
+            if self._job.is_in_place(node):
+                index = node.index
+                self.ask(index, message.reason, lambda news: self._job.nodes[index].send(news))
         elif isinstance(message, Paused):
             self._paused(message)
         elif isinstance(message, Offered):
             if move is not None and node is move.node and move.asked.get(message.rank) == message.incarnation:
                 move.offers[message.rank] = message
                 self._regrouping.begin_if_all_are_here()
-        elif node not in self._roster.spares or getattr(message, "rank", None) is None:
+        elif node not in self._job.spares or getattr(message, "rank", None) is None:
             return False
         elif move is not None and node is move.spare:
             self._of_successor(move, message)
         return True  # of a process whose place another one has taken
-
-    def _wanted(self, node: Node, message: MoveWanted, host: Node | None) -> None:
-        if self._roster.is_in_place(node):
-            index = node.index
-            self.ask(index, message.reason, lambda news: self._roster.nodes[index].send(news), host)
 
     def _of_successor(self, move: _Move, message: NodeMessage) -> None:
         """Act on what has become of a process on the spare that has no place in the job yet."""
@@ -176,7 +159,8 @@ class Moves:
             if len(move.here) == len(move.successors):
                 seconds = self._job.clock() - move.began_s
                 move.stage, move.by_s = _Stage.PAUSING, None
-                self._say(f"has successors on the spare ({seconds:.1f} s): ranks pause at the next step boundary")
+                here = f"node {move.node.index} has successors on the spare ({seconds:.1f} s)"
+                self._say(move.tell, f"{here}: ranks pause at the next step boundary")
         elif isinstance(message, RankEnded):
             ended = exit_cause(message.rank, message.code, NO_STEP, "on the spare")
             self._stay(f"{ended}; its log: {message.log_path}")
@@ -188,10 +172,12 @@ class Moves:
         if move is None or move.stage is not _Stage.PAUSING or message.generation != self._job.generation:
             return
         move.paused.add(message.rank)
-        if len(move.paused) == len(self._roster.ranks) and self._job.phase is Phase.RUNNING:
+        if len(move.paused) == len(self._job.ranks) and self._job.phase is Phase.RUNNING:
             move.stage = _Stage.LEAVING
             why = f"{move.why}, but it stays: {move.problem}" if move.problem else move.why
-            self._regrouping.fault(planned_cause(move.node.index, self._job.high_water, why))
+            step, who = self._job.high_water, f"node {move.node.index}"
+            what = "moves to a spare"
+            self._regrouping.fault(Cause(CauseKind.PLANNED, None, "planned", what, step, why, who=who))
 
     def holds_up(self) -> bool:
         """Return whether the next generation has to wait for a move, although all ranks are at the barrier.
@@ -204,7 +190,7 @@ class Moves:
         if move.problem:
             self._end(move.problem + _GOES_ON)
             return False
-        ranks = self._roster.ranks_of(move.node)
+        ranks = self._job.ranks_of(move.node)
         new = [rank for rank in ranks if move.asked.get(rank.number) != rank.incarnation]
         if new:
             move.by_s = job.gather_by_s = job.clock() + job.config.regroup_timeout_s
@@ -223,16 +209,16 @@ class Moves:
 
     def _swap(self, move: _Move) -> None:
         """Let the spare take the node's place, with the successors, which wait at the barrier."""
-        job, roster, index = self._job, self._roster, move.node.index
+        job, index = self._job, move.node.index
         move.stage, move.by_s = _Stage.FILLING, None
-        roster.spares.remove(move.spare)
-        move.spare.is_reserved, move.node.is_retired = False, True
+        job.spares.remove(move.spare)
+        move.spare.is_reserved, move.node.is_reserved = False, True
         move.node.send(Displaced())
-        roster.spares.append(move.node)  # it hears of the job's end
-        roster.put_in_place(move.spare, index)
-        for rank in roster.ranks_of(move.spare):
+        job.spares.append(move.node)  # it hears of the job's end
+        job.put_in_place(move.spare, index)
+        for rank in job.ranks_of(move.spare):
             rank.incarnation, rank.entered, rank.unfit = move.successors[rank.number], False, ""
-            roster.fresh.add(rank.number)
+            job.fresh.add(rank.number)
         job.rendezvous.sources = {rank: offer.source for rank, offer in move.offers.items() if offer.source}
         job.incidents.step_up(Rung.OWN_STATE, f"a spare takes the place of node {index}")
         job.say(f"a spare takes the place of node {index}, whose ranks hand their state over")
@@ -245,11 +231,11 @@ class Moves:
         move = self._move
         if move is None or move.stage is _Stage.FILLING:
             return  # who has not fetched the state yet has lost it with the node
-        if node in (move.node, self._roster.nodes[move.node.index]):
+        if node in (move.node, self._job.nodes[move.node.index]):
             self._end("it was lost")
         elif node is move.spare:
             self._stay("the spare was lost")
-        elif self._roster.is_in_place(node) and self._roster.free_spare() is None:
+        elif self._job.is_in_place(node) and self._job.free_spare() is None:
             self._end(f"node {node.index} was lost, which needs the spare")
 
     def tick(self, now_s: float) -> None:
@@ -266,7 +252,7 @@ class Moves:
             self._end("the ranks' blocks have returned")
         elif job.origin != move.origin:
             self._end("the job begins again")
-        elif self._roster.nodes[move.node.index] is not move.node and not move.problem:
+        elif self._job.nodes[move.node.index] is not move.node and not move.problem:
             self._stay("it lost sight of the coordinator")
         elif is_new and move.problem:
             self._end(move.problem + _GOES_ON)
@@ -289,8 +275,7 @@ class Moves:
         self._move = None
         self._job.incidents.emit(EventName.MOVED, "point", node_number=move.spare.index, seconds=seconds, step=step)
         line = f"node {move.spare.index} has moved to a spare in {seconds:.1f} s: the old node is idle"
-        self._job.say(line)
-        move.tell(MoveNews(line, True, True))
+        self._say(move.tell, line, is_over=True, is_moved=True)
 
     def _stay(self, problem: str) -> None:
         """Give the move up; ranks that may have agreed to pause already do so, and go on together."""
@@ -311,12 +296,8 @@ class Moves:
         if not move.spare.lost:
             move.spare.joined = False  # until they have ended
             move.spare.send(Discard(moved=True))
-        line = f"node {move.node.index} was not moved: {why}"
-        self._job.say(line)
-        move.tell(MoveNews(line, True))
+        self._say(move.tell, f"node {move.node.index} was not moved: {why}", is_over=True)
 
-    def _say(self, what: str) -> None:
-        assert self._move is not None
-        line = f"node {self._move.node.index} {what}"
+    def _say(self, tell: Tell, line: str, *, is_over: bool = False, is_moved: bool = False) -> None:
         self._job.say(line)
-        self._move.tell(MoveNews(line, False))
+        tell(MoveNews(line, is_over, is_moved))

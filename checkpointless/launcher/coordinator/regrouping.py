@@ -6,16 +6,10 @@ The processes of ranks are asked for once their generation's store is open, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from checkpointless.launcher.coordinator.hang_watch import HangWatch
-from checkpointless.launcher.coordinator.incident_policy import (
-    SAME_FAILURE_S,
-    STILLBORN_LIMIT,
-    GiveUpDecision,
-    certain_failure,
-    may_be_certain,
-)
+from checkpointless.launcher.coordinator.incident_policy import GiveUpDecision
 from checkpointless.launcher.coordinator.job import FAILED, Job, Phase, Rank
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, exit_cause
@@ -48,7 +42,7 @@ class Processes:
     def start_missing(self) -> None:
         """Have every rank that has no process started."""
         self.ensure_store()
-        for rank in self._job.roster.ranks:
+        for rank in self._job.ranks:
             if rank.state is RankState.GONE:
                 self.spawn(rank)
 
@@ -59,8 +53,8 @@ class Processes:
 
     def ask_for_store(self) -> None:
         """Ask a node, or the first that joins if none is present, to open a store for the coming generation."""
-        roster, coming = self._job.roster, self._job.coming
-        here = (node for node in roster.nodes if node.joined and node.index not in roster.back_by_s)
+        job, coming = self._job, self._job.coming
+        here = (node for node in job.nodes if node.joined and node.index not in job.back_by_s)
         host = next(here, None)
         self._job.rendezvous.ask(coming if host else -1, host.index if host else -1)
         if host is not None:
@@ -70,7 +64,7 @@ class Processes:
         """Have every rank get a new process, for which nothing of the earlier ones counts."""
         self._to_start.clear()
         self.ensure_store()
-        for rank in self._job.roster.ranks:
+        for rank in self._job.ranks:
             if rank.node.joined:  # else it is started when its node has joined
                 self.spawn(rank)
                 rank.first = rank.incarnation
@@ -79,7 +73,7 @@ class Processes:
         """Start the ranks that have waited for the store."""
         waiting, self._to_start = self._to_start, {}
         for number, (incarnation, anyway) in waiting.items():
-            rank = self._job.roster.ranks[number]
+            rank = self._job.ranks[number]
             if rank.state is RankState.STARTING and rank.incarnation == incarnation:
                 self._start(rank, anyway)
 
@@ -92,8 +86,8 @@ class Processes:
         """Have the next process of ``rank`` started, as soon as there is a store for it."""
         rank.incarnation += 1
         rank.entered, rank.unfit = False, ""
-        self._job.roster.move(rank, RankState.STARTING)
-        self._job.roster.fresh.add(rank.number)
+        self._job.move(rank, RankState.STARTING)
+        self._job.fresh.add(rank.number)
         if self._job.rendezvous.is_open:
             self._start(rank)
         else:
@@ -121,7 +115,7 @@ class Processes:
         was needed once, it is done at every fault.
         """
         job = self._job
-        entered = [rank for rank in job.roster.ranks if rank.entered]
+        entered = [rank for rank in job.ranks if rank.entered]
         why = next((rank.unfit for rank in entered if rank.unfit), job.reenters_by_new_processes)
         incident = job.incidents.open
         if not why or not entered or incident is None or incident.handed_over:
@@ -131,12 +125,12 @@ class Processes:
         job.reenters_by_new_processes, incident.handed_over = why, True
         job.gather_by_s = job.clock() + job.config.regroup_timeout_s
         job.incidents.step_up(Rung.OWN_STATE, why)
-        for node in job.roster.nodes:
+        for node in job.nodes:
             numbers = [rank.number for rank in entered if rank.node is node]
             if numbers:
                 node.send(HandOver(job.generation, job.high_water, numbers))
         for rank in entered:
-            job.roster.move(rank, RankState.LEAVING)
+            job.move(rank, RankState.LEAVING)
             rank.entered = False
         return True
 
@@ -153,11 +147,33 @@ class Processes:
 
 _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
 _FIRST_STEP = 1
+SAME_FAILURE_S = 2.0  # for all ranks to raise what the first one raised before the first step
+_STILLBORN_LIMIT = 5  # successors in one incident that end before they enter the block
 _RETURN_TOGETHER_S = 1.0  # ranks that leave their training in the same step return within this time
 _RETURNED = (
     "rank {} returned from its block in unfinished step {}, and other ranks did not: they wait for it until they "
     "count as stalled. A block that catches an exception hides a fault: let it leave the function"
 )
+
+
+def _may_be_certain(causes: Collection[Cause]) -> bool:
+    """Return whether all of these causes are one exception before the first step, which all ranks may raise."""
+    kinds = {(cause.kind, cause.how, cause.error, cause.message, cause.step) for cause in causes}
+    return (
+        len(kinds) == 1
+        and next(iter(kinds))[:2] == (CauseKind.EXCEPTION, "exception")
+        and all(cause.step == NO_STEP for cause in causes)
+    )
+
+
+def _certain_failure(causes: Mapping[int, Cause], world_size: int) -> GiveUpDecision | None:
+    """Return the decision to end a job of which every rank raises the same before the first step."""
+    if len(causes) < world_size or not _may_be_certain(causes.values()):
+        return None
+    first = min(causes.items())[1]
+    who = "the only rank" if world_size == 1 else f"all {world_size} ranks"
+    reason = f"{who} {first.what} before the first step: {first.detail}".removesuffix(": ")
+    return GiveUpDecision(reason, first.traceback, is_final=True)
 
 
 class Regrouping:
@@ -170,7 +186,6 @@ class Regrouping:
         self, job: Job, processes: Processes, hangs: HangWatch, is_held_up: Callable[[], bool] = lambda: False
     ) -> None:
         self._job = job
-        self._roster = job.roster
         self._incidents = job.incidents
         self._processes = processes
         self._hangs = hangs
@@ -202,13 +217,13 @@ class Regrouping:
         self._returned = None
         if job.phase is Phase.RUNNING:
             job.enter(Phase.GATHERING)
-            if job.generation == job.origin and may_be_certain([cause]):
+            if job.generation == job.origin and _may_be_certain([cause]):
                 self._notify_at_s = job.clock() + SAME_FAILURE_S
             else:
                 job.tell_nodes(self.interruption())
-            for rank in self._roster.ranks:
+            for rank in self._job.ranks:
                 if rank.state in IN_BLOCK:
-                    self._roster.move(rank, RankState.LEAVING)
+                    self._job.move(rank, RankState.LEAVING)
         job.gather_by_s = job.clock() + job.config.regroup_timeout_s
         self._processes.ensure_store()
 
@@ -224,10 +239,10 @@ class Regrouping:
         """End the job if every rank raises the same before the first step; interrupt the ranks if not all can."""
         incident = self._incidents.open
         assert incident is not None
-        decision = certain_failure(incident.by_rank, len(self._roster.ranks))
+        decision = _certain_failure(incident.by_rank, len(self._job.ranks))
         if decision is not None:
             self._give_up(incident.cause, decision)
-        elif not may_be_certain(incident.by_rank.values()):
+        elif not _may_be_certain(incident.by_rank.values()):
             self._notify()
 
     def _notify(self) -> None:
@@ -244,7 +259,7 @@ class Regrouping:
     def ended(self, rank: Rank, ended: RankEnded) -> None:
         """Act on the end of a rank's process: have it replaced, or end the job."""
         job, was = self._job, rank.state
-        self._roster.move(rank, RankState.GONE)
+        self._job.move(rank, RankState.GONE)
         entered = was in COUNTED
         if not entered and (was is RankState.FINISHED or (rank.incarnation == rank.first and not ended.forgiven)):
             if ended.code != 0:
@@ -267,7 +282,7 @@ class Regrouping:
         incident = self._incidents.open
         if not entered and ended.was_started and incident is not None:
             incident.stillborn += 1
-            if incident.stillborn >= STILLBORN_LIMIT:
+            if incident.stillborn >= _STILLBORN_LIMIT:
                 many = f"{incident.stillborn} successors ended before they entered the block; the last: {cause}"
                 self._end_or_restart(cause, many, *ended.last_lines, many)
                 return
@@ -298,10 +313,7 @@ class Regrouping:
             self._end_or_restart(cause, decision.reason, *words)
 
     def _end_or_restart(self, cause: Cause, why: str, *last_words: str) -> None:
-        """End the job; or begin it again, with new processes of all ranks, if a restart is left.
-
-        ``cause`` is that of the incident that is opened if none is.
-        """
+        """End the job; or begin it again with new processes, in an incident with ``cause`` if none is open."""
         job, limit = self._job, self._job.config.max_restarts
         if job.restarts >= limit or job.outcome is not None:
             job.end(FAILED, *last_words)
@@ -326,7 +338,7 @@ class Regrouping:
         job = self._job
         if job.phase is Phase.RUNNING:
             self.fault(Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP))
-        self._roster.move(rank, RankState.READY)
+        self._job.move(rank, RankState.READY)
         if job.gather_by_s is None:
             job.gather_by_s = job.clock() + job.config.heartbeat.limit_s
         self.begin_if_all_are_here()
@@ -334,7 +346,7 @@ class Regrouping:
 
     def begin_if_all_are_here(self) -> None:
         """Begin the next generation if all ranks are at the barrier, and no node is expected back."""
-        if not self._roster.all_are(RankState.READY):
+        if not self._job.all_are(RankState.READY):
             return
         rendezvous = self._job.rendezvous
         if not rendezvous.is_open or rendezvous.generation != self._job.coming:
@@ -342,9 +354,9 @@ class Regrouping:
             # that took the job over has none.
             self._processes.ensure_store()
             return
-        if self._roster.back_by_s:
+        if self._job.back_by_s:
             return
-        if not any(node.is_back for node in self._roster.nodes):  # such a node is about to say what its ranks do
+        if not any(node.is_back for node in self._job.nodes):  # such a node is about to say what its ranks do
             self._begin()
 
     def too_late(self, now_s: float) -> None:
@@ -354,7 +366,7 @@ class Regrouping:
         if missing:
             job.end(FAILED, missing)
             return
-        late = [rank for rank in self._roster.ranks if rank.state is not RankState.READY]
+        late = [rank for rank in self._job.ranks if rank.state is not RankState.READY]
         if not late:  # a node that looks for this coordinator is waited for, and has a limit of its own
             return
         names = "rank " + ", ".join(str(rank.number) for rank in late)
@@ -380,8 +392,8 @@ class Regrouping:
     def _what_is_missing(self) -> str:
         """Return which node or store has not come in time; "" if only ranks are late, which can be replaced."""
         limit_s, rendezvous = self._job.config.regroup_timeout_s, self._job.rendezvous
-        if self._roster.lost:
-            lost = self._roster.nodes[min(self._roster.lost)]
+        lost = next((node for node in self._job.nodes if node.lost), None)
+        if lost is not None:
             return f"node {lost.index} was lost ({lost.lost}) and no other took its place within {limit_s:g} s"
         if not rendezvous.is_open:
             return f"node {rendezvous.host} opened no store for generation {self._job.coming} in time"
@@ -393,7 +405,7 @@ class Regrouping:
         self._notify()
         self._look_back()
         self._began_over = job.high_water
-        oldest = min(rank.committed for rank in self._roster.ranks)
+        oldest = min(rank.committed for rank in self._job.ranks)
         incident, decision = self._incidents.open, self._incidents.gathered(job.high_water, oldest)
         if decision is not None:
             assert incident is not None
@@ -405,8 +417,8 @@ class Regrouping:
         job.enter(Phase.RUNNING)
         job.gather_by_s = None
         env = job.rendezvous.go_env()
-        for rank in self._roster.ranks:
-            self._roster.move(rank, RankState.RUNNING)
+        for rank in self._job.ranks:
+            self._job.move(rank, RankState.RUNNING)
         self._hangs.forget()
         job.progress.forget()
         sources = {str(rank): source for rank, source in job.rendezvous.sources.items()}
@@ -416,9 +428,9 @@ class Regrouping:
 
     def _look_back(self) -> None:
         """Determine which step was committed last and which one is next, since all boards have been read."""
-        newest = max(rank.committed for rank in self._roster.ranks)
+        newest = max(rank.committed for rank in self._job.ranks)
         self.resumed_at(newest)
-        making = max(rank.making for rank in self._roster.ranks)
+        making = max(rank.making for rank in self._job.ranks)
         self._job.target = max(making, newest + 1, _FIRST_STEP)
 
     def began_after(self, step: int) -> None:
@@ -433,7 +445,7 @@ class Regrouping:
         """Note that the job resumes after step ``newest``, since no rank's board shows a later step."""
         if newest < self._job.high_water:  # every rank is behind what was committed, so storage gave the state
             self._incidents.fell_back(self._job.high_water, newest)
-            self._roster.fell_back(newest)
+            self._job.fell_back(newest)
         self._job.high_water = newest
 
     # ---- the end
@@ -441,15 +453,15 @@ class Regrouping:
     def done(self, rank: Rank, unmade: int = NO_STEP) -> None:
         """Note that the block of ``rank`` has returned, perhaps with a step that it has begun and not made."""
         if rank.state is RankState.RUNNING:
-            self._roster.move(rank, RankState.DONE)
-            if unmade != NO_STEP and self._roster.in_state[RankState.DONE] == 1:
+            self._job.move(rank, RankState.DONE)
+            if unmade != NO_STEP and self._job.in_state[RankState.DONE] == 1:
                 at_s = self._job.clock() + _RETURN_TOGETHER_S
                 self._returned = at_s, _RETURNED.format(rank.number, unmade)
             self.finish_if_all_are_done()
 
     def finish_if_all_are_done(self) -> None:
         """Have all processes end if every rank's block has returned."""
-        if self._roster.all_are(RankState.DONE):
+        if self._job.all_are(RankState.DONE):
             self.finish()
 
     def finish(self) -> None:
@@ -457,23 +469,23 @@ class Regrouping:
         self._job.enter(Phase.FINISHING)
         self._returned = None
         self._incidents.recovered(self._job.high_water)
-        for rank in self._roster.ranks:
+        for rank in self._job.ranks:
             if rank.state in IN_BLOCK:
-                self._roster.move(rank, RankState.FINISHED)
+                self._job.move(rank, RankState.FINISHED)
         self._job.tell_nodes(Finish())
 
     def check_end(self) -> None:
         """End the job if all processes have ended, or if one has ended that the others wait for."""
-        roster = self._roster
-        if roster.not_joined and self._job.phase is Phase.GATHERING:
+        job = self._job
+        if job.not_joined and self._job.phase is Phase.GATHERING:
             return  # ranks without a process are started when all nodes are here
-        if roster.in_state[RankState.GONE] <= len(roster.not_joined) * roster.nodes[0].nproc:
+        if job.in_state[RankState.GONE] <= len(job.not_joined) * job.nodes[0].nproc:
             return  # only the ranks of nodes that are lost or not ready yet are gone
-        if roster.all_are(RankState.GONE):
+        if job.all_are(RankState.GONE):
             self._job.end(0)
-        elif roster.in_state[RankState.READY]:
-            gone = next(rank for rank in roster.ranks if rank.state is RankState.GONE and rank.node.joined)
-            waiting = next(rank for rank in roster.ranks if rank.state is RankState.READY)
+        elif job.in_state[RankState.READY]:
+            gone = next(rank for rank in job.ranks if rank.state is RankState.GONE and rank.node.joined)
+            waiting = next(rank for rank in job.ranks if rank.state is RankState.READY)
             self._job.end(
                 FAILED, f"rank {gone.number} ended without entering the block that rank {waiting.number} waits in"
             )

@@ -1,4 +1,4 @@
-"""Which ranks are slow, by what each does by itself in a step: a pure rule over the newest steps of all ranks.
+"""Which ranks are slow, by what each does by itself in a step.
 
 A rank is compared with the ranks of its role, which do the same work, so uneven pipeline stages accuse nobody, nor
 does a rank without such peers.
@@ -7,44 +7,31 @@ does a rank without such peers.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from checkpointless.launcher.protocol.board import PaceReading
-from checkpointless.launcher.protocol.messages import RankPace
+from checkpointless.launcher.coordinator.job import Job, Node, Phase
+from checkpointless.launcher.protocol.board import NO_STEP
+from checkpointless.launcher.protocol.messages import Paces, RankPace
+from checkpointless.observability.telemetry.event_names import EventName
 
 _LEAST = 8  # steps that are known of a rank before it is compared
 _CONFIRMED = 4  # steps after which it is still slow
 _FACTOR, _OVER = 1.5, 1.2  # as slow as that, and no longer so
 _SPREADS = 6.0  # above the median of its peers
 _NOISE = 3.0  # above it, in spreads of the steps of a rank
-_TO_SIGMA = 1.4826  # of a median absolute deviation
+TO_SIGMA = 1.4826  # of a median absolute deviation
 _LEAST_US = 2000.0
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that is slow.
-
-    Attributes:
-        own_us: the median of what it does by itself in a step, in microseconds.
-        usual_us: what it would take if it were not slow.
-        data_us: how much of it goes by until the batch is there.
-        is_data: whether most of what it takes too long is that.
-    """
+class _Straggler(NamedTuple):
+    """A slow rank: what it does by itself in a step, what is usual, and how long it waits for its batch."""
 
     rank: int
-    steps: int
     own_us: float
     usual_us: float
     data_us: float
-    is_data: bool
-
-    @property
-    def why(self) -> str:
-        """What is slow, as a label."""
-        return "data" if self.is_data else "compute"
+    is_data: bool  # whether that is most of what it takes too long
 
     def line(self, node: int) -> str:
         """Return what the terminal shows."""
@@ -55,65 +42,52 @@ class Straggler:
         )
 
 
-@dataclass(frozen=True)
-class _Usual:
-    own_us: float
-    data_us: float
-    spread_us: float
-
-
-class _Sorted:
-    """Numbers that are sorted once, for the medians of all but one of them."""
-
-    def __init__(self, values: Iterable[float]) -> None:
-        self.values = sorted(values)
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def median_without(self, value: float) -> float:
-        """Return the median of the others; ``value`` is one of at least two."""
-        at, others = bisect_left(self.values, value), len(self.values) - 1
-        low, high = (others - 1) // 2, others // 2
-        return (self.values[low + (low >= at)] + self.values[high + (high >= at)]) / 2
+def _median_without(values: Sequence[float], value: float) -> float:
+    """Return the median of sorted values without ``value``, which is one of at least two."""
+    at, others = bisect_left(values, value), len(values) - 1
+    low, high = (others - 1) // 2, others // 2
+    return (values[low + (low >= at)] + values[high + (high >= at)]) / 2
 
 
 class _Role:
-    """What the ranks of a role take."""
+    """What the ranks of a role take, sorted once for the medians of all but one of them."""
 
     def __init__(self, paces: Sequence[RankPace]) -> None:
-        self._own = _Sorted(each.own_us for each in paces)
-        self._data = _Sorted(each.data_us for each in paces)
-        self._noise = _Sorted(each.spread_us for each in paces)
-        self._away: dict[float, _Sorted] = {}  # from a median: without one rank, there are at most three
+        self._own = sorted(each.own_us for each in paces)
+        self._data = sorted(each.data_us for each in paces)
+        self._noise = sorted(each.spread_us for each in paces)
+        self._away: dict[float, list[float]] = {}  # from a median: without one rank, there are at most three
 
-    def __len__(self) -> int:
-        return len(self._own)
+    def judge(self, pace: RankPace) -> tuple[_Straggler | None, bool]:
+        """Return a rank of the role if it is slow compared with its peers, and whether it is no longer so."""
+        if len(self._own) < 2:
+            return None, True
+        usual_us, usual_data_us = _median_without(self._own, pace.own_us), _median_without(self._data, pace.data_us)
+        if usual_us not in self._away:
+            self._away[usual_us] = sorted(abs(each - usual_us) for each in self._own)
+        excess_us = pace.own_us - usual_us
+        spread_us = _SPREADS * TO_SIGMA * _median_without(self._away[usual_us], abs(excess_us))
+        noise_us = _NOISE * _median_without(self._noise, pace.spread_us)
+        if excess_us < max((_FACTOR - 1) * usual_us, spread_us, noise_us, _LEAST_US):
+            return None, pace.own_us < _OVER * usual_us
+        is_data = pace.data_us - usual_data_us > excess_us / 2
+        return _Straggler(pace.number, pace.own_us, usual_us, pace.data_us, is_data), False
 
-    def usual_without(self, pace: RankPace) -> _Usual:
-        """Return what the peers of a rank take in the middle."""
-        own_us = self._own.median_without(pace.own_us)
-        if own_us not in self._away:
-            self._away[own_us] = _Sorted(abs(each - own_us) for each in self._own.values)
-        spread_us = _TO_SIGMA * self._away[own_us].median_without(abs(pace.own_us - own_us)) * _SPREADS
-        noise_us = self._noise.median_without(pace.spread_us) * _NOISE
-        return _Usual(own_us, self._data.median_without(pace.data_us), max(spread_us, noise_us))
 
-
-class StragglerRule:
+class _Rule:
     """Finds slow ranks, each once until it is no longer slow."""
 
     def __init__(self) -> None:
         self._suspected_at: dict[int, int] = {}  # by rank: its steps when it was slow first
-        self.found: dict[int, Straggler] = {}
+        self._slow: set[int] = set()
 
     def forget(self) -> list[int]:
         """Forget everything, because a generation begins; return the ranks that were slow."""
-        slow = list(self.found)
-        self._suspected_at, self.found = {}, {}
+        slow = sorted(self._slow)
+        self._suspected_at, self._slow = {}, set()
         return slow
 
-    def look(self, paces: Mapping[int, RankPace]) -> tuple[list[Straggler], list[int]]:
+    def look(self, paces: Mapping[int, RankPace]) -> tuple[list[_Straggler], list[int]]:
         """Compare the ranks, of which ``paces`` has the newest; return those found now, and those slow no more."""
         known = {rank: pace for rank, pace in paces.items() if pace.steps >= _LEAST}
         of_role: dict[int, list[RankPace]] = {}
@@ -122,37 +96,78 @@ class StragglerRule:
         roles = {role: _Role(each) for role, each in of_role.items()}
         found, over = [], []
         for rank, pace in known.items():
-            role = roles[pace.role]
-            usual = role.usual_without(pace) if len(role) > 1 else None
-            if usual is not None and _is_slow(pace, usual):
+            straggler, is_over = roles[pace.role].judge(pace)
+            if straggler is not None:
                 since = self._suspected_at.setdefault(rank, pace.steps)
-                if pace.steps >= since + _CONFIRMED and rank not in self.found:
-                    self.found[rank] = _straggler(pace, usual)
-                    found.append(self.found[rank])
+                if pace.steps >= since + _CONFIRMED and rank not in self._slow:
+                    self._slow.add(rank)
+                    found.append(straggler)
                 continue
             self._suspected_at.pop(rank, None)
-            if rank in self.found and (usual is None or pace.own_us < _OVER * usual.own_us):
-                del self.found[rank]
+            if rank in self._slow and is_over:
+                self._slow.remove(rank)
                 over.append(rank)
         return found, over
 
 
-def _straggler(pace: RankPace, usual: _Usual) -> Straggler:
-    is_data = pace.data_us - usual.data_us > (pace.own_us - usual.own_us) / 2
-    return Straggler(pace.number, pace.steps, pace.own_us, usual.own_us, pace.data_us, is_data)
+class Stragglers:
+    """Reports slow ranks, each once until it is as fast as others again, or the generation is over.
 
+    ``leave`` is called with each node that a slow rank is on, and the reason.
 
-def _is_slow(pace: RankPace, usual: _Usual) -> bool:
-    excess_us = pace.own_us - usual.own_us
-    return excess_us >= max((_FACTOR - 1) * usual.own_us, usual.spread_us, _LEAST_US)
+    How much work the comparison is depends on how many ranks there are, not on how many messages: it is done every
+    :attr:`EVERY_S` at most if there are :attr:`MANY` ranks or more, and more often if there are few.
+    """
 
+    EVERY_S, MANY = 5.0, 1000
 
-def _deviation(values: Sequence[float], middle: float) -> float:
-    return _TO_SIGMA * median(abs(each - middle) for each in values)
+    def __init__(self, job: Job, leave: Callable[[int, str], None]) -> None:
+        self._job, self._leave = job, leave
+        self._rule = _Rule()
+        self._generation = NO_STEP
+        self._paces: dict[int, RankPace] = {}
+        self._is_new = False
+        self._every_s = self.EVERY_S * min(1.0, len(job.ranks) / self.MANY)
+        self._look_at_s = 0.0
 
+    def hear(self, node: Node, message: Paces) -> None:
+        """Keep what a node has reported of its ranks."""
+        job = self._job
+        if message.generation != job.generation or job.phase is not Phase.RUNNING:
+            return
+        if self._generation != job.generation:
+            self._generation, self._paces = job.generation, {}
+            self._are_over(self._rule.forget())
+        for pace in message.ranks:
+            self._paces[job.rank_of(pace.number, node).number] = pace
+        self._is_new = True
 
-def pace_of(rank: int, reading: PaceReading) -> RankPace:
-    """Return the medians of a rank's newest steps, of which there is one at least, and how far steps are away."""
-    own_s = median(reading.own)
-    spread_s, data_s = _deviation(reading.own, own_s), median(reading.data)
-    return RankPace(rank, reading.role, reading.steps, *(int(each * 1e6) for each in (own_s, spread_s, data_s)))
+    def look(self, now_s: float) -> None:
+        """Compare the ranks if there is news of them in this generation, and it is time to."""
+        job = self._job
+        if not self._is_new or self._generation != job.generation or now_s < self._look_at_s:
+            return
+        self._is_new, self._look_at_s = False, now_s + self._every_s
+        found, over = self._rule.look(self._paces)
+        on_nodes = {}
+        for each in found:
+            index = job.ranks[each.rank].node.index
+            on_nodes[index] = f"rank {each.rank} is slow"
+            job.incidents.emit(
+                EventName.STRAGGLER,
+                "begin",
+                rank=each.rank,
+                on_node=index,
+                step=job.high_water,
+                why="data" if each.is_data else "compute",
+                own_s=each.own_us / 1e6,
+                usual_s=each.usual_us / 1e6,
+            )
+            job.say(each.line(index))
+        for index, why in on_nodes.items():
+            self._leave(index, why)
+        self._are_over(over)
+
+    def _are_over(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._job.incidents.emit(EventName.STRAGGLER, "end", rank=rank, step=self._job.high_water)

@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from checkpointless.system.environment import BOARD_FD_ENV
 
@@ -23,15 +23,10 @@ if TYPE_CHECKING:
     from checkpointless.launcher.protocol.causes import Json, Parsed
 
 _MAGIC = b"CPLBRD06"
-_HEADER = struct.Struct("<8sQqqqqqq")  # magic; beat to shard as in BoardReading; exit code; began after
-_BEAT_OFFSET = 8
-_FIELD = struct.Struct("<q")
-_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 32, 40
-_EXIT_OFFSET, _BEGAN_OFFSET = 48, 56
+_BEAT, _MAKING, _COMMITTED, _GENERATION, _SHARD, _EXIT, _BEGAN, _ROLE, _PACES = range(1, 10)  # words of 8 bytes
+_PACES_OFFSET = 80  # after the number of steps that were measured: the newest ones, two floats each
 _SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, and that: their crc32
 _EMPTY = _SLOT.pack(-1, 0, 0, 0)
-_ROLE_OFFSET, _PACES_OFFSET = 64, 72  # how many steps were measured, and the newest ones
-_PACE = struct.Struct("<ff")
 _SLOTS_OFFSET = 512
 _FACTS_SERIES = 6
 NO_STEP = -1
@@ -39,71 +34,24 @@ NO_STEP = -1
 
 @dataclass(frozen=True)
 class BoardReading:
-    """One reading of a board.
+    """One reading of a board."""
 
-    Attributes:
-        beat: how many times the rank's main thread has shown progress.
-        making: the optimizer step in progress, counted from 1 (-1: none).
-        committed: the last optimizer step that this rank has applied (-1: not known yet).
-        shard: the first of the ranks that hold the same state as this one (-1: not known yet).
-        began_after: the step whose state training began with in this generation (-1: it has not yet).
-    """
-
-    beat: int
-    making: int
-    committed: int
+    beat: int  # how many times the rank's main thread has shown progress
+    making: int  # the optimizer step in progress, counted from 1 (-1: none)
+    committed: int  # the last optimizer step that this rank has applied (-1: not known yet)
     generation: int
-    shard: int = -1
-    began_after: int = NO_STEP
+    shard: int = -1  # the first of the ranks that hold the same state as this one (-1: not known yet)
+    began_after: int = NO_STEP  # the step whose state training began with in this generation (-1: it has not yet)
 
 
 @dataclass(frozen=True)
 class PaceReading:
-    """What a rank did by itself in its newest steps, in seconds.
+    """What a rank did by itself in its newest steps, in seconds."""
 
-    Attributes:
-        role: ranks of the same role do the same work in a step.
-        steps: how many steps were measured in this generation.
-        own: of each of the newest steps, without waits for other ranks; at most :attr:`PaceRing.SIZE`, in no order.
-        data: how much of it went by until the batch was there.
-    """
-
-    role: int
-    steps: int
-    own: tuple[float, ...] = ()
-    data: tuple[float, ...] = ()
-
-
-class PaceRing:
-    """What the newest steps took a rank by itself, in the memory of its board."""
-
-    SIZE = 16
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-
-    def set_role(self, role: int) -> None:
-        """Record what identifies the work of this rank's steps."""
-        _FIELD.pack_into(self._memory, _ROLE_OFFSET, role)
-
-    def clear(self) -> None:
-        """Forget all steps, because another generation begins."""
-        _FIELD.pack_into(self._memory, _PACES_OFFSET, 0)
-
-    def add(self, own_s: float, data_s: float) -> None:
-        """Record what the rank did by itself in a step, and how much of it went by until the batch was there."""
-        (steps,) = _FIELD.unpack_from(self._memory, _PACES_OFFSET)
-        at = _PACES_OFFSET + _FIELD.size + steps % self.SIZE * _PACE.size
-        _PACE.pack_into(self._memory, at, own_s, data_s)
-        _FIELD.pack_into(self._memory, _PACES_OFFSET, steps + 1)
-
-    def read(self) -> PaceReading:
-        """Read what the newest steps took. An entry that is being written may be half of two steps."""
-        (role,) = _FIELD.unpack_from(self._memory, _ROLE_OFFSET)
-        (steps,) = _FIELD.unpack_from(self._memory, _PACES_OFFSET)
-        start, known = _PACES_OFFSET + _FIELD.size, min(max(steps, 0), self.SIZE)
-        entries = list(_PACE.iter_unpack(self._memory[start : start + known * _PACE.size]))
-        return PaceReading(role, steps, tuple(own for own, _ in entries), tuple(data for _, data in entries))
+    role: int  # ranks of the same role do the same work in a step
+    steps: int  # how many steps were measured in this generation
+    own: tuple[float, ...] = ()  # of each, without waits for other ranks; at most ``Board.PACES``, in no order
+    data: tuple[float, ...] = ()  # how much of it went by until the batch was there
 
 
 class Board:
@@ -114,6 +62,7 @@ class Board:
     #: it keeps for another rank.
     SERIES = 9
     SIZE = _SLOTS_OFFSET + 2 * SERIES * SLOT_BYTES
+    PACES = 16
     _ROOM = SLOT_BYTES - _SLOT.size
 
     def __init__(self, fd: int) -> None:
@@ -123,7 +72,8 @@ class Board:
         if self._memory[:8] != _MAGIC:
             self._memory.close()
             raise ValueError(f"file descriptor {fd} is not a board")
-        self.pace = PaceRing(self._memory)
+        self._words = memoryview(self._memory)[:_SLOTS_OFFSET].cast("q")
+        self._paces = memoryview(self._memory)[_PACES_OFFSET : _PACES_OFFSET + 8 * self.PACES].cast("f")
 
     @classmethod
     def create(cls, rank: int) -> Board:
@@ -134,9 +84,10 @@ class Board:
         fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, cls.SIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0, -1, -1, NO_STEP)
-        os.pwrite(fd, header, 0)
+        os.pwrite(fd, _MAGIC, 0)
         board = cls(fd)
+        for word in (_MAKING, _COMMITTED, _SHARD, _BEGAN):
+            board._words[word] = NO_STEP
         board.clear_snapshots()
         board.set_exit_code(None)
         return board
@@ -149,102 +100,100 @@ class Board:
 
     def close(self) -> None:
         """Unmap the memory and close the descriptor."""
+        self._words.release()
+        self._paces.release()
         self._memory.close()
         os.close(self.fd)
 
     def beat(self) -> None:
         """Record that the main thread has made progress."""
-        (count,) = struct.unpack_from("<Q", self._memory, _BEAT_OFFSET)
-        struct.pack_into("<Q", self._memory, _BEAT_OFFSET, count + 1)
+        self._words[_BEAT] += 1
 
     def begin_step(self, step: int) -> None:
         """Record which optimizer step is in progress, and that the main thread has made progress."""
-        memory = self._memory
-        _FIELD.pack_into(memory, _MAKING_OFFSET, step)
-        _FIELD.pack_into(memory, _BEAT_OFFSET, _FIELD.unpack_from(memory, _BEAT_OFFSET)[0] + 1)
+        self._words[_MAKING] = step
+        self.beat()
 
     def set_committed(self, step: int) -> None:
         """Record which optimizer step was applied last."""
-        _FIELD.pack_into(self._memory, _COMMITTED_OFFSET, step)
+        self._words[_COMMITTED] = step
 
     def set_generation(self, generation: int) -> None:
         """Record in which generation the rank runs; its training has not begun in it."""
-        self.pace.clear()
-        _FIELD.pack_into(self._memory, _BEGAN_OFFSET, NO_STEP)
-        _FIELD.pack_into(self._memory, _GENERATION_OFFSET, generation)
+        self._words[_PACES], self._words[_BEGAN] = 0, NO_STEP
+        self._words[_GENERATION] = generation
 
     def begin_after(self, step: int) -> None:
         """Record that training begins with the state after ``step``; the first call of a generation counts."""
-        if self.read().began_after == NO_STEP:
-            _FIELD.pack_into(self._memory, _BEGAN_OFFSET, step)
+        if self._words[_BEGAN] == NO_STEP:
+            self._words[_BEGAN] = step
         self.set_committed(step)
 
     def set_shard(self, first: int) -> None:
         """Record the first of the ranks that hold the same state as this one."""
-        _FIELD.pack_into(self._memory, _SHARD_OFFSET, first)
+        self._words[_SHARD] = first
 
     def set_exit_code(self, code: int | None) -> None:
         """Record that the rank's script has ended, with which code; None: it has not."""
-        _FIELD.pack_into(self._memory, _EXIT_OFFSET, -1 if code is None else code)
+        self._words[_EXIT] = -1 if code is None else code
 
     def exit_code(self) -> int | None:
         """Return the code with which the rank's script has ended; None if it has not."""
-        (code,) = _FIELD.unpack_from(self._memory, _EXIT_OFFSET)
+        code = self._words[_EXIT]
         return code if 0 <= code <= 0xFF else None
+
+    def set_role(self, role: int) -> None:
+        """Record what identifies the work of this rank's steps."""
+        self._words[_ROLE] = role
+
+    def add_pace(self, own_s: float, data_s: float) -> None:
+        """Record what the rank did by itself in a step, and how much of it went by until the batch was there."""
+        at = 2 * (self._words[_PACES] % self.PACES)
+        self._paces[at], self._paces[at + 1] = own_s, data_s
+        self._words[_PACES] += 1
+
+    def paces(self) -> PaceReading:
+        """Read what the newest steps took. An entry that is being written may be half of two steps."""
+        steps = self._words[_PACES]
+        entries = self._paces[: 2 * min(max(steps, 0), self.PACES)].tolist()
+        return PaceReading(self._words[_ROLE], steps, tuple(entries[::2]), tuple(entries[1::2]))
 
     def read(self) -> BoardReading:
         """Read the counters."""
-        _, beat, making, committed, generation, shard, _, began_after = _HEADER.unpack_from(self._memory, 0)
+        beat, making, committed, generation, shard, _, began_after = self._words[_BEAT:_ROLE].tolist()
         return BoardReading(beat, making, committed, generation, shard, began_after)
 
-    def put_snapshot(self, step: int, payload: bytes, series: int = 0) -> None:
-        """Store ``payload`` as the black box's snapshot after ``step``, and keep the snapshot before it.
+    def put_snapshot(self, step: int, head: bytes, series: int = 0, parts: Sequence[bytes] = ()) -> None:
+        """Store a series' snapshot after ``step``, and keep the one before; the series is a number.
 
-        A process that dies in the middle leaves a slot whose checksum does not match, which readers skip.
-
-        Args:
-            payload: at most 8 MiB, less the 20 bytes of the slot's header.
-            series: the number of the series, below :attr:`SERIES`. Each keeps its two newest snapshots.
+        A process that dies in the middle leaves a slot whose checksum does not match, which readers skip. It is
+        that of ``head``, which has to have those of the parts that follow. A part that is in the slot already, the
+        same object, is not copied again.
 
         Raises:
-            ValueError: the payload is larger than a slot.
+            ValueError: all together are larger than a slot (8 MiB less the 20 bytes of its header).
         """
-        self._put(step, [payload], len(payload), zlib.crc32(payload), series)
-
-    def put_parts(self, step: int, head: bytes, parts: Sequence[bytes], series: int = 0) -> None:
-        """Store a snapshot as :meth:`put_snapshot` does; parts that are in the slot already are not copied again.
-
-        Args:
-            head: what has a checksum. It has to have those of the parts, for :meth:`snapshot` looks at it alone.
-            parts: what follows; a part is known again if it is the same object.
-
-        Raises:
-            ValueError: all together are larger than a slot.
-        """
-        self._put(step, [head, *parts], len(head), zlib.crc32(head), series)
-
-    def _put(self, step: int, parts: Sequence[bytes], checked: int, crc: int, series: int) -> None:
-        length = sum(map(len, parts))
+        length, crc = len(head) + sum(map(len, parts)), zlib.crc32(head)
         if length > self._ROOM:
             raise ValueError(f"a snapshot of {length} bytes does not fit into {self._ROOM}")
         offset, memory = self._offset(step, series), self._memory
         memory[offset : offset + _SLOT.size] = _EMPTY
         written, place = self._written.pop(offset, []), offset + _SLOT.size
         now: list[tuple[int, bytes]] = []
-        for part in parts:
+        for part in (head, *parts):
             known = written[len(now)] if len(now) < len(written) else None
             if known is None or known[0] != place or known[1] is not part:
                 memory[place : place + len(part)] = part
             now.append((place, part))
             place += len(part)
-        _SLOT.pack_into(memory, offset, step, length, checked, crc)
-        if len(now) > 1:
+        _SLOT.pack_into(memory, offset, step, length, len(head), crc)
+        if parts:
             self._written[offset] = now
 
     def drop_snapshot(self, step: int, series: int) -> None:
         """Forget the snapshot that :meth:`put_snapshot` stored after ``step``."""
-        if self._read_step(step, series) == step:
-            offset = self._offset(step, series)
+        offset = self._offset(step, series)
+        if _SLOT.unpack_from(self._memory, offset)[0] == step:
             self._memory[offset : offset + _SLOT.size] = _EMPTY
 
     def snapshot(self, step: int, series: int = 0) -> bytes | None:
@@ -257,16 +206,6 @@ class Board:
         payload = bytes(self._memory[start : start + length])
         return payload if zlib.crc32(payload[:checked]) == crc else None
 
-    def put_facts(self, facts: dict[str, object]) -> None:
-        """Store what a successor of this process must know from the start: all of it, as plain data."""
-        self.put_snapshot(0, json.dumps(facts).encode(), _FACTS_SERIES)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what :meth:`put_facts` stored last."""
-        kept = self.snapshot(0, _FACTS_SERIES)
-        found: dict[str, Any] = json.loads(kept) if kept else {}
-        return found
-
     def clear_snapshots(self) -> None:
         """Forget all snapshots."""
         for series in range(self.SERIES):
@@ -277,10 +216,6 @@ class Board:
     def _offset(self, step: int, series: int) -> int:
         return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES
 
-    def _read_step(self, step: int, series: int) -> int:
-        found, *_ = _SLOT.unpack_from(self._memory, self._offset(step, series))
-        return int(found)
-
 
 class Facts:
     """The facts that a rank keeps on its board, by name, as plain data; without a board they end with the process.
@@ -290,7 +225,8 @@ class Facts:
 
     def __init__(self, board: Board | None) -> None:
         self._board = board
-        self._facts: dict[str, Parsed] = board.facts() if board is not None else {}
+        kept = board.snapshot(0, _FACTS_SERIES) if board is not None else None
+        self._facts: dict[str, Parsed] = json.loads(kept) if kept else {}
         for name, value in self._facts.get("environment", {}).items():
             os.environ.setdefault(name, value)
 
@@ -303,4 +239,4 @@ class Facts:
         if self._facts.get(name) != value:
             self._facts = {**self._facts, name: value}
             if self._board is not None:
-                self._board.put_facts(self._facts)
+                self._board.put_snapshot(0, json.dumps(self._facts).encode(), _FACTS_SERIES)

@@ -32,26 +32,18 @@ _WEIGHTS = {kind: weight for weight, kind in enumerate(CauseKind)}
 
 
 class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that went wrong.
-
-    Attributes:
-        rank: the rank at fault; None if it is not known.
-        how: ``exception``, ``exit``, ``hang``, ``replace``, ``planned``, or the name of a signal.
-        what: one line without the rank, for example "killed by SIGKILL".
-        detail: the rest of the line, after the step.
-        who: the name of what is at fault, where that is not a rank.
-    """
+    """One thing that went wrong."""
 
     kind: CauseKind
-    rank: Int | None
-    how: str
-    what: str
+    rank: Int | None  # the rank at fault; None if it is not known
+    how: str  # ``exception``, ``exit``, ``hang``, ``replace``, ``planned``, or the name of a signal
+    what: str  # one line without the rank, for example "killed by SIGKILL"
     step: Int
-    detail: str = ""
+    detail: str = ""  # the rest of the line, after the step
     error: str = ""
     message: str = ""
     traceback: str = ""
-    who: str = ""
+    who: str = ""  # the name of what is at fault, where that is not a rank
 
     @property
     def culprit(self) -> int | None:
@@ -62,11 +54,6 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         who = self.who or ("ranks" if self.rank is None else f"rank {self.rank}")
         at = f" at step {self.step}" if self.step >= 0 else ""
         return f"{who} {self.what}{at}" + (f": {self.detail}" if self.detail else "")
-
-
-def planned_cause(node: int, step: int, why: str) -> Cause:
-    """Return the cause for a node whose ranks move to a spare after ``step``; ``why`` is for people."""
-    return Cause(CauseKind.PLANNED, None, "planned", "moves to a spare", step, why, who=f"node {node}")
 
 
 def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:

@@ -8,6 +8,7 @@ is not encrypted: the network between the nodes is trusted as far as the network
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -22,7 +23,6 @@ import msgspec
 
 from checkpointless.launcher.protocol.causes import Int
 from checkpointless.launcher.protocol.messages import LineBuffer, Message, Vocabulary, encode
-from checkpointless.system.environment import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,7 @@ OPERATOR = -2  # in the place of a node number: a command of the command line, w
 SPARE = -1  # the node number of an agent that waits until it is needed
 
 
-def _new_nonce() -> str:
-    """Return 32 random bytes in hexadecimal."""
-    return secrets.token_hex(32)
+_new_nonce = functools.partial(secrets.token_hex, 32)
 
 
 class Challenge(Message, frozen=True, tag="challenge"):
@@ -88,15 +86,6 @@ class Refused(Message, frozen=True, tag="refused"):
 
 BEFORE_PROOF = Vocabulary("agent", Proof)
 BEFORE_WELCOME = Vocabulary("coordinator", Challenge, Welcome, Refused)
-
-
-def check_token(token: str) -> None:
-    """Raise ``ValueError`` if the token of a job of several nodes is too short to be a secret."""
-    if len(token) < MIN_TOKEN_CHARACTERS:
-        raise ValueError(
-            f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
-            "the same on all of them (openssl rand -hex 32 makes one)"
-        )
 
 
 def check_version(version: int) -> None:

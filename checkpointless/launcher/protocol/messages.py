@@ -72,42 +72,27 @@ class RankStanding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A rank that shows no progress.
-
-    Attributes:
-        age_ms: since the beat changed, without the time in which the agent did not run.
-        quiet_ms: all time since the beat changed.
-        in_step: whether the rank is in the step in the making; otherwise it is between two steps.
-        letter, cpu_ms: as in :class:`~checkpointless.system.process_tree.ProcessLook`.
-    """
+    """A rank that shows no progress."""
 
     number: Int
     beat: Int
-    age_ms: Int
-    quiet_ms: Int
+    age_ms: Int  # since the beat changed, without the time in which the agent did not run
+    quiet_ms: Int  # all time since the beat changed
     making: Int
-    in_step: bool
-    letter: Annotated[int, msgspec.Meta(ge=0, lt=128)]
+    in_step: bool  # whether the rank is in the step in the making; otherwise it is between two steps
+    letter: Annotated[int, msgspec.Meta(ge=0, lt=128)]  # as in ``ProcessLook``, like ``cpu_ms``
     cpu_ms: Int
 
 
 class RankPace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank does by itself in a step: medians of its newest steps, in microseconds.
-
-    Attributes:
-        role: ranks of the same role do the same work.
-        steps: how many steps were measured in this generation.
-        own_us: without waits for other ranks.
-        spread_us: how far steps are from it, as a standard deviation that a few steps do not change.
-        data_us: how much of it goes by until the batch is there.
-    """
+    """What a rank does by itself in a step: medians of its newest steps, in microseconds."""
 
     number: Int
-    role: Int
-    steps: Int
-    own_us: Int
-    spread_us: Int
-    data_us: Int
+    role: Int  # ranks of the same role do the same work
+    steps: Int  # how many steps were measured in this generation
+    own_us: Int  # without waits for other ranks
+    spread_us: Int  # how far steps are from it, as a standard deviation that a few steps do not change
+    data_us: Int  # how much of it goes by until the batch is there
 
 
 # ---- what a rank says
@@ -167,17 +152,12 @@ class Inexact(_OfRank, frozen=True, tag="inexact"):
 
 
 class GiveUp(Message, frozen=True, tag="giveup"):
-    """The job cannot continue; ``reason`` is its last message and ``code`` its exit code.
+    """The job cannot continue; ``reason`` is its last message and ``code`` its exit code."""
 
-    Attributes:
-        generation: which one the reason is about (-1: the job as a whole, since a node can open no store).
-        is_lost: whether the reason is that no rank holds the state any more, so that it could begin again.
-    """
-
-    generation: Int
+    generation: Int  # which one the reason is about (-1: the job as a whole, since a node can open no store)
     reason: str
     code: Int = 1
-    is_lost: bool = False
+    is_lost: bool = False  # whether no rank holds the state any more, so that the job could begin again
 
 
 class Paused(_OfRank, frozen=True, tag="paused"):
@@ -187,66 +167,45 @@ class Paused(_OfRank, frozen=True, tag="paused"):
 
 
 class Offered(_OfRank, frozen=True, tag="offered"):
-    """The rank, which waits at the barrier, offers its state to a successor on another node.
-
-    Attributes:
-        source: what the successor needs to fetch it ("": the rank has no state).
-        problem: why it cannot be offered ("": it is).
-    """
+    """The rank, which waits at the barrier, offers its state to a successor on another node."""
 
     generation: Int
-    source: str
-    problem: str = ""
+    source: str  # what the successor needs to fetch it ("": the rank has no state)
+    problem: str = ""  # why it cannot be offered ("": it is)
 
 
 class Answer(_OfRank, frozen=True, tag="answer"):
-    """The reply to ``inquire``: where the rank stands.
-
-    Attributes:
-        in_collective: whether the main thread waits in a collective.
-        is_async: whether collectives return when they have been launched, before the peers have come.
-        launched: how many collectives the rank has launched in each of its process groups, by name.
-    """
+    """The reply to ``inquire``: where the rank stands."""
 
     id: Int
-    in_collective: bool
+    in_collective: bool  # whether the main thread waits in a collective
     stack: str
-    is_async: bool = False
-    launched: dict[str, Int] = {}
+    is_async: bool = False  # whether collectives return when they have been launched, before the peers have come
+    launched: dict[str, Int] = {}  # how many collectives it has launched in each process group, by name
 
 
 # ---- what it hears: most of it from the coordinator, through its agent
 
 
 class Go(Message, frozen=True, tag="go"):
-    """All ranks are present: they enter their block.
-
-    Attributes:
-        target: the step that the nodes report at once when it is reached.
-        sources: from where ranks that have moved fetch their state, by rank; a rank gets only what concerns it.
-    """
+    """All ranks are present: they enter their block."""
 
     generation: Int
     incident: str | None
     env: dict[str, str]
     high_water: Int
-    target: Int = -1
+    target: Int = -1  # the step that the nodes report at once when it is reached
     origin: Int = 0
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = {}  # from where ranks that have moved fetch their state, by rank; each gets its own
 
 
 class FaultNotice(Message, frozen=True, tag="fault"):
-    """Generation ``generation`` is over, for the ranks in it.
-
-    Attributes:
-        cause: the cause in one line.
-        rank: the rank to blame (None: not known).
-    """
+    """Generation ``generation`` is over, for the ranks in it."""
 
     generation: Int
     incident: str
-    cause: str
-    rank: Int | None
+    cause: str  # the cause in one line
+    rank: Int | None  # the rank to blame (None: not known)
 
 
 class HandOver(Message, frozen=True, tag="hand-over"):
@@ -264,16 +223,12 @@ class Pause(Message, frozen=True, tag="pause"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """Processes at the barrier after ``generation`` offer their state over the network, and go on waiting.
-
-    Attributes:
-        address: where to listen; the node fills it in.
-    """
+    """Processes at the barrier after ``generation`` offer their state over the network, and go on waiting."""
 
     generation: Int
     high_water: Int
     ranks: list[Int]
-    address: str = ""
+    address: str = ""  # where to listen; the node fills it in
 
 
 class Inquire(Message, frozen=True, tag="inquire"):
@@ -299,18 +254,13 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Standing(Message, frozen=True, tag="standing"):
-    """The node already runs ranks; a coordinator that has just begun needs to know this about them.
-
-    Attributes:
-        incident: number of the last incident that the node heard of (0: none).
-        finished: whether every rank's block has returned.
-    """
+    """The node already runs ranks; a coordinator that has just begun needs to know this about them."""
 
     generation: Int
-    incident: Int
+    incident: Int  # number of the last incident that the node heard of (0: none)
     high_water: Int
     run_id: str
-    finished: bool
+    finished: bool  # whether every rank's block has returned
     ranks: list[RankStanding]
 
 
@@ -323,23 +273,17 @@ class StoreOpened(Message, frozen=True, tag="store"):
 
 
 class RankEnded(Message, frozen=True, tag="ended"):
-    """A rank's process has ended.
-
-    Attributes:
-        code: exit code of the process, or minus the number of the signal that killed it.
-        forgiven: whether the end of the process follows from what is known already.
-        was_started: False if it was still held back because of its device.
-    """
+    """A rank's process has ended."""
 
     rank: Int
     incarnation: Int
-    code: Int
-    forgiven: bool
+    code: Int  # exit code of the process, or minus the number of the signal that killed it
+    forgiven: bool  # whether the end of the process follows from what is known already
     committed: Int
     making: Int
     log_path: str
     last_lines: list[str]
-    was_started: bool = True
+    was_started: bool = True  # False if it was still held back because of its device
     handed_over: bool = False
 
 
@@ -369,23 +313,15 @@ class Silent(Message, frozen=True, tag="silent"):
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """Reports how far the ranks of the node have come.
-
-    Attributes:
-        longest_ms: the longest time that a rank took from one beat to the next within a step of this generation (0:
-            not known yet).
-        pause_ms: the same outside of a step, since this agent began.
-        shows: whether any rank has ever shown progress after it entered its block.
-        began_after: the newest step whose state a rank's training began with in ``generation``.
-    """
+    """Reports how far the ranks of the node have come."""
 
     oldest: Int
     newest: Int
     making: Int
-    longest_ms: Int
-    pause_ms: Int = 0
-    shows: bool = True
-    began_after: Int = -1
+    longest_ms: Int  # the longest time between two beats within a step of this generation (0: not known)
+    pause_ms: Int = 0  # the same outside of a step, since this agent began
+    shows: bool = True  # whether any rank has ever shown progress after it entered its block
+    began_after: Int = -1  # the newest step whose state a rank's training began with in ``generation``
     generation: Int = -1
 
 
@@ -420,21 +356,15 @@ class Leaving(Message, frozen=True, tag="leaving"):
 
 
 class Spawn(Message, frozen=True, tag="spawn"):
-    """Start a process for ``rank``.
-
-    Attributes:
-        env: of its environment variables those that not all ranks of the node get.
-        anyway: whether to start it although its device is bad.
-        afresh: whether the job begins again, so that nothing of the rank's earlier processes counts.
-    """
+    """Start a process for ``rank``."""
 
     rank: Int
     incarnation: Int
     generation: Int
     incident: str
-    env: dict[str, str]
-    anyway: bool = False
-    afresh: bool = False
+    env: dict[str, str]  # of its environment variables those that not all ranks of the node get
+    anyway: bool = False  # whether to start it although its device is bad
+    afresh: bool = False  # whether the job begins again, so that nothing of the rank's earlier processes counts
 
 
 class OpenStore(Message, frozen=True, tag="open-store"):

@@ -400,7 +400,8 @@ def _put_on_board(board: Board, step: int, states: RngStates) -> None:
     if states.stage is SnapshotPoint.COMMITTED:  # what followed the step when it was made before is void
         for later in _LATER:
             board.drop_snapshot(step, _STREAM_SERIES[later])
-    board.put_parts(step, *states.to_parts(), _STREAM_SERIES[states.stage])
+    head, parts = states.to_parts()
+    board.put_snapshot(step, head, _STREAM_SERIES[states.stage], parts)
 
 
 def _found_on_board(board: Board, step: int) -> dict[SnapshotPoint, RngStates]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from checkpointless.launcher.agent.node import _BeatWatch
 from checkpointless.launcher.agent.ranks.process_keeper import LocalRank, _Beats
-from checkpointless.launcher.coordinator.hang_watch import Heartbeat
+from checkpointless.launcher.coordinator.job_config import Heartbeat
 from checkpointless.launcher.protocol.board import BoardReading
 from checkpointless.launcher.protocol.messages import NodeMessage, Progress, RankState, Silent
 
@@ -25,7 +25,7 @@ class Rank:
 
 def test_a_silence_counts_what_passed_while_the_agent_did_not_run_but_its_limit_does_not() -> None:
     told: list[NodeMessage] = []
-    watch, rank = _BeatWatch(Heartbeat.of(10.0), told.append), cast(Any, Rank())
+    watch, rank = _BeatWatch(Heartbeat(10.0), told.append), cast(Any, Rank())
     ranks: list[LocalRank] = [rank]
     rank.beats.seen_at_s = time.monotonic() - 60  # the agent was stopped for most of it, and its clock stood still
     watch.look(ranks, 0, now_s=106.0)
@@ -40,7 +40,7 @@ def test_a_silence_counts_what_passed_while_the_agent_did_not_run_but_its_limit_
 
 def test_a_board_that_still_shows_the_generation_before_says_nothing_of_what_this_one_began_after() -> None:
     told: list[NodeMessage] = []
-    watch, rank = _BeatWatch(Heartbeat.of(10.0), told.append), cast(Any, Rank())
+    watch, rank = _BeatWatch(Heartbeat(10.0), told.append), cast(Any, Rank())
     rank.reading = BoardReading(7, 5, 4, 0, began_after=0)
     watch.begin(5, 4)
     watch.look([rank], 1, now_s=101.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.client import agent_client, wait_rank
+from checkpointless.launcher.client import wait_rank
 from checkpointless.launcher.client.agent_client import AgentClient, AgentLostError, StandaloneClient
 from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import exception_cause
@@ -24,7 +24,6 @@ from checkpointless.launcher.protocol.messages import (
     Inquire,
     LineBuffer,
     Message,
-    Vocabulary,
     encode,
 )
 
@@ -71,29 +70,17 @@ def notice(generation: int) -> FaultNotice:
     return FaultNotice(generation, "1", "rank 1 killed by SIGKILL", 1)
 
 
-def test_hello_and_go(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
-    client.send(Hello(2))
-    assert agent.hear() == Hello(2)
-    agent.say(go(2))
-    assert client.wait_go(1, 5) == go(2)
-    with pytest.raises(TimeoutError):
-        client.wait_go(2, 0.05)
-    agent.say(go(3))
-    assert client.wait_go(2, 5) == go(3)
-
-
 def test_a_notice_of_an_older_generation_is_ignored(pair: tuple[AgentClient, Agent]) -> None:
     client, agent = pair
+    agent.say(notice(0))
+    agent.wait_until_read()
+    assert client.pending_fault(0) == notice(0)
     called: list[FaultNotice] = []
     client.on_fault = called.append
-    client.send(Hello(2))
-    agent.hear()
     agent.say(go(2), notice(1), notice(0))
     agent.wait_until_read()
     assert called == []
-    assert client.pending_fault(1) is None
-    assert client.pending_fault(2) is None
+    assert [client.pending_fault(of) for of in range(3)] == [None] * 3
 
 
 def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tuple[AgentClient, Agent]) -> None:
@@ -105,13 +92,6 @@ def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tupl
     assert client.wait_go(1, 5).generation == 2
     assert client.pending_fault(2) == notice(2)
     assert client.wait_finish_or_fault(2, 5) == notice(2)
-
-
-def test_a_notice_is_forgotten_with_its_generation(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
-    agent.say(notice(0), go(1))
-    agent.wait_until_read()
-    assert client.pending_fault(0) is None
 
 
 def test_an_inquiry_is_answered_from_another_thread(pair: tuple[AgentClient, Agent]) -> None:
@@ -144,27 +124,6 @@ def test_an_agent_that_does_not_keep_to_the_protocol_is_left(pair: tuple[AgentCl
     with pytest.raises(AgentLostError):
         client.wait_go(0, 5)
     assert agent.connection.recv(1) == b""
-
-
-class Advice(Message, frozen=True, tag="advice"):
-    """Stands in for a message that a newer agent might have."""
-
-    generation: int
-
-
-def test_a_message_that_is_not_handled_is_refused_and_no_fault(
-    pair: tuple[AgentClient, Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, agent = pair
-    called: list[FaultNotice] = []
-    client.on_fault = called.append
-    newer = Vocabulary("agent", Go, FaultNotice, Inquire, Finish, Advice)
-    monkeypatch.setattr(agent_client, "FROM_AGENT", newer)
-    agent.say(Advice(7))
-    with pytest.raises(AgentLostError, match="cannot handle the agent's message 'advice'"):
-        client.wait_finish_or_fault(7, 5)
-    assert client.pending_fault(7) is None
-    assert called == []
 
 
 def test_a_standalone_rank_regroups_with_itself() -> None:

@@ -96,6 +96,11 @@ def enter(client: HyperPodClient, agent: stand_in.Agent, others: int = 0) -> TCP
     return store
 
 
+def in_block(make_agent: MakeAgent, others: int = 0) -> tuple[stand_in.Agent, HyperPodClient, TCPStore | None]:
+    agent, client = make_agent(automatic=False), HyperPodClient()
+    return agent, client, enter(client, agent, others)
+
+
 # --- the package, and who uses it -------------------------------------------------------------------------------
 
 
@@ -210,9 +215,7 @@ def test_go_comes_with_a_store_for_process_groups(make_agent: MakeAgent, caplog:
 
 
 def test_a_fault_is_reported_with_its_cause_and_heard_at_once(make_agent: MakeAgent) -> None:
-    agent = make_agent(automatic=False)
-    client = HyperPodClient()
-    enter(client, agent)
+    agent, client, _ = in_block(make_agent)
     called: list[FaultNotice] = []
     client.on_fault = called.append
     client.send(
@@ -290,9 +293,7 @@ def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
 def test_a_start_that_would_mix_states_ends_the_process(
     make_agent: MakeAgent, envs: dict[str, str], said: str
 ) -> None:
-    agent = make_agent(automatic=False)
-    client = HyperPodClient()
-    enter(client, agent)
+    agent, client, _ = in_block(make_agent)
     agent.fault()
     wait_until(lambda: client.pending_fault(0))
     client.send(Barrier(0))
@@ -317,9 +318,7 @@ def test_the_same_bug_for_ever_asks_for_new_processes(make_agent: MakeAgent) -> 
 
 
 def test_what_a_rank_cannot_do_alone(make_agent: MakeAgent) -> None:
-    agent = make_agent(automatic=False)
-    client = HyperPodClient()
-    enter(client, agent)
+    agent, client, _ = in_block(make_agent)
     client.send(Replace(0, "the CUDA context is broken"))
     client.send(GiveUp(0, "y" * 5000))
     replace, give_up = agent.wait_for("job_fault", 2)
@@ -334,9 +333,7 @@ def test_what_a_rank_cannot_do_alone(make_agent: MakeAgent) -> None:
 
 def test_done_waits_for_the_others(make_agent: MakeAgent) -> None:
     """The other rank is played by this test, in the store that the two meet in; it knows of a later step."""
-    agent = make_agent(automatic=False)
-    client = HyperPodClient()
-    other = enter(client, agent, others=1)
+    _, client, other = in_block(make_agent, others=1)
     assert other is not None
     assert client._go is not None
     assert client._go.high_water == 7
@@ -349,9 +346,7 @@ def test_done_waits_for_the_others(make_agent: MakeAgent) -> None:
 
 
 def test_a_fault_while_done_is_heard_instead_of_the_finish(make_agent: MakeAgent) -> None:
-    agent = make_agent(automatic=False)
-    client = HyperPodClient()
-    enter(client, agent, others=1)
+    agent, client, _ = in_block(make_agent, others=1)
     client.send(Done(0))
     agent.fault()
     assert isinstance(client.wait_finish_or_fault(0, 60), FaultNotice)

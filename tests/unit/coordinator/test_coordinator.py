@@ -46,9 +46,7 @@ def test_processes_are_asked_for_when_every_node_has_joined() -> None:
 
 
 def test_a_generation_begins_when_every_rank_is_ready_and_not_before() -> None:
-    job = Job()
-    for index in (0, 1):
-        job.join(index)
+    job = Job().join_all()
     job.ready(3, 0, 2)
     assert job.take(Go) == []
     job.ready(1)
@@ -75,9 +73,7 @@ def test_a_node_may_not_speak_of_ranks_that_it_does_not_run() -> None:
 
 
 def test_ranks_that_never_enter_are_replaced_once_and_then_end_the_job() -> None:
-    job = Job()
-    for index in (0, 1):
-        job.join(index)
+    job = Job().join_all()
     job.ready(0, 2)
     job.tick(HEARTBEAT_S - 1)
     assert job.outcome is None
@@ -110,9 +106,7 @@ def test_all_done_and_gone_is_a_good_end() -> None:
 
 @pytest.mark.parametrize("ready_first", [True, False])
 def test_a_rank_that_ends_while_another_waits_for_it(ready_first: bool) -> None:
-    job = Job()
-    for index in (0, 1):
-        job.join(index)
+    job = Job().join_all()
     if ready_first:
         job.ready(2)
         job.ends(1, 0)
@@ -206,7 +200,7 @@ class Observer:
         self.job.tell(rank, at_barrier(rank, incarnation, committed, committed + 1))
 
     def is_away(self, node: Node) -> bool:
-        return bool(node.lost) or node.index in self.job.coordinator.job.roster.back_by_s
+        return bool(node.lost) or node.index in self.job.coordinator.job.back_by_s
 
     def look(self) -> None:
         """Check what was sent since the last look."""
@@ -316,16 +310,10 @@ def test_no_order_of_messages_makes_it_raise_or_begin_without_every_rank(begun: 
 
 def test_a_coordinator_notes_progress_now_and_then(tmp_path: Path) -> None:
     job = Job(events=tmp_path / EVENTS_FILE)
-    nodes = [job.join(index) for index in range(2)]
-    job.ready(*job.ranks)
-
-    def step(number: int) -> None:
-        for node in nodes:
-            job.hear(node, Progress(number, number, number + 1, 0))
-
-    step(1)
+    job.join_all().ready(*job.ranks)
+    job.progress(1)
     job.coordinator._note_progress_at_s = 0.0
-    step(2)
-    step(3)
+    job.progress(2)
+    job.progress(3)
     notes = [event.fields["high_water"] for event in read_events(tmp_path) if event.stage == "progress"]
     assert notes == [2]

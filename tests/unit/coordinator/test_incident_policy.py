@@ -1,15 +1,14 @@
 """Test the policy of incidents: who is to blame, and when it is enough."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.incident_policy import (
     NO_PROGRESS_LIMIT,
-    SAME_FAILURE_LIMIT,
     History,
-    certain_failure,
-    may_be_certain,
 )
+from checkpointless.launcher.coordinator.regrouping import _certain_failure, _may_be_certain
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exception_cause, exit_cause
 
 CAUSES = st.builds(
@@ -55,8 +54,8 @@ def test_a_job_fails_for_certain_if_all_ranks_raise_the_same_before_the_first_st
         == (CauseKind.EXCEPTION, "exception", causes[0].error, causes[0].message, -1)
         for cause in by_rank.values()
     )
-    assert may_be_certain(by_rank.values()) is alike
-    decision = certain_failure(by_rank, world_size)
+    assert _may_be_certain(by_rank.values()) is alike
+    decision = _certain_failure(by_rank, world_size)
     assert (decision is not None) is (alike and len(by_rank) == world_size)
     if decision is not None:
         assert decision.is_final
@@ -73,21 +72,19 @@ def decisions(*incidents: tuple[Cause, int], max_incidents: int | None = None) -
     return ends
 
 
-def test_the_third_equal_exception_ends_the_job_with_its_traceback() -> None:
-    history = History()
-    for _ in range(SAME_FAILURE_LIMIT - 1):
-        history, give_up = history.after(bug(), 3)
-        assert give_up is None
-    history, give_up = history.after(bug(), 3)
-    assert give_up is not None
-    assert give_up.last_words == "Traceback of a bug\n"
-    assert "ValueError" in give_up.reason
-
-
-def test_what_comes_in_between_does_not_reset_the_count_but_progress_does() -> None:
-    assert decisions((bug(), 3), (bug(), 3), (DEATH, 3), (bug(), 3)) == [False, False, False, True]
-    assert decisions((bug(), 3), (bug(), 3), (bug(), 4), (bug(), 4)) == [False] * 4
-    assert decisions((bug(), 3), (bug(5), 3), (bug(message="other"), 3)) == [False] * 3
+@pytest.mark.parametrize(
+    ("incidents", "is_the_end"),
+    [
+        ([(bug(), 3), (bug(), 3), (bug(), 3)], True),
+        ([(bug(), 3), (bug(), 3), (DEATH, 3), (bug(), 3)], True),  # what comes in between does not reset the count
+        ([(bug(), 3), (bug(), 3), (bug(), 4), (bug(), 4)], False),
+        ([(bug(), 3), (bug(5), 3), (bug(message="other"), 3)], False),
+    ],
+)
+def test_the_third_equal_exception_without_progress_ends_the_job(
+    incidents: list[tuple[Cause, int]], is_the_end: bool
+) -> None:
+    assert decisions(*incidents) == [False] * (len(incidents) - 1) + [is_the_end]
 
 
 @given(st.lists(st.sampled_from([DEATH, VICTIM]), min_size=12, max_size=12))

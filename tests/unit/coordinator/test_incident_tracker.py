@@ -1,93 +1,58 @@
-"""Test from when a fault counts, and when an incident is over."""
+"""Test from when a fault counts, and what is said when an incident is over and when it was not exact."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.coordinator.job import _IncidentTracker
-from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.causes import Cause, CauseKind
-from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, EventLog, read_events
-
-HANG = Cause(CauseKind.LOSS, 1, "hang", "made no progress for 5 s", 7)
-ERROR = Cause(CauseKind.EXCEPTION, 0, "exception", "raised ValueError", NO_STEP, error="ValueError")
-
-
-class Tracked:
-    """A tracker, what it said, and its events."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.said: list[str] = []
-        self.run_dir = run_dir
-        self.tracker = _IncidentTracker(None, EventLog(run_dir / EVENTS_FILE), self.said.append)
-
-    def fault(self, cause: Cause, since_s: float | None = None) -> None:
-        self.tracker.begin(cause, since_s)
-        self.tracker.add_cause(cause, since_s)
-
-    def regroup(self, high_water: int, oldest: int, target: int) -> None:
-        self.tracker.gathered(high_water, oldest)
-        self.tracker.regrouped(self.tracker.generation + 1, target)
-
-    def events(self, stage: str) -> list[Event]:
-        return [event for event in read_events(self.run_dir) if event.stage == stage]
+from checkpointless.launcher.protocol.messages import Inexact
+from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, read_events
+from tests.unit.messaged_job import Job
 
 
 @pytest.fixture
-def tracked(tmp_path: Path) -> Tracked:
-    tracked = Tracked(tmp_path)
-    tracked.tracker.generation = 0
-    return tracked
+def job(tmp_path: Path) -> Job:
+    return Job(events=tmp_path / EVENTS_FILE).begin()
 
 
-def test_a_hang_counts_from_the_last_progress_everywhere(tracked: Tracked) -> None:
-    tracked.fault(HANG, time.monotonic() - 7)
-    (detect,) = tracked.events("detect")
+def recovers(job: Job, run_dir: Path, *inexact: int) -> Event:
+    """Have rank 0 fail, and all make step 4 again, not exactly on some ranks; return the event of that."""
+    job.raises(0)
+    job.ready(*job.ranks, committed=3, making=4)
+    differ(job, *inexact)
+    job.progress(4)
+    (recovered,) = [event for event in read_events(run_dir) if event.stage == "recovered"]
+    return recovered
+
+
+def differ(job: Job, *ranks: int) -> None:
+    for rank in ranks:
+        job.tell(rank, Inexact(1, "step 4 takes another batch", rank=rank))
+
+
+def test_a_fault_counts_from_when_it_happened(job: Job, tmp_path: Path) -> None:
+    job.coordinator.membership.lose(job.coordinator.nodes[1], "no word from it for 7 s", job.now_s() - 7)
+    job.join(1)
+    recovered = recovers(job, tmp_path)
+    (detect,) = [event for event in read_events(tmp_path) if event.stage == "detect"]
     assert 7 <= detect.fields["undetected_s"] < 67
-    tracked.regroup(high_water=6, oldest=6, target=7)
-    tracked.tracker.recovered(7)
-    (recovered,) = tracked.events("recovered")
     assert 7 <= recovered.fields["seconds"] < 67
-    assert (recovered.fields["step"], recovered.fields["made"]) == (7, True)
-    assert (
-        tracked.said[-1]
-        == f"incident 1: recovered in {recovered.fields['seconds']:.2f} s (in-process); nothing was lost"
-    )
+    assert (recovered.fields["step"], recovered.fields["made"]) == (4, True)
+    assert job.said[-1] == f"incident 1: recovered in {recovered.fields['seconds']:.2f} s (node); nothing was lost"
 
 
-def test_without_a_step_the_next_fault_escalates_the_incident(tracked: Tracked) -> None:
-    tracked.fault(ERROR)
-    tracked.regroup(NO_STEP, NO_STEP, target=1)
-    tracked.fault(ERROR)
-    tracked.regroup(NO_STEP, NO_STEP, target=1)
-    assert tracked.said[-1] == "incident 1: escalated: incident 2 came before a step was made"
-    assert not any("recovered" in line for line in tracked.said)
-    (event,) = tracked.events("escalated")
-    assert event.incident == "1"
+def test_what_is_not_exact_is_in_the_last_line(job: Job, tmp_path: Path) -> None:
+    recovered = recovers(job, tmp_path, 1, 0, 1)
+    assert job.said[-1].startswith("incident 1: resumed, not exact, in ")
+    assert job.said[-1].endswith(" s (in-process); rank 0: step 4 takes another batch (1 other rank too)")
+    assert recovered.fields["inexact"] == "rank 0: step 4 takes another batch (1 other rank too)"
+    assert job.coordinator.job.incidents.inexact == 1
 
 
-def test_what_is_not_exact_is_in_the_last_line(tracked: Tracked) -> None:
-    tracked.fault(ERROR)
-    tracked.regroup(high_water=6, oldest=6, target=7)
-    for rank in (1, 0, 1):
-        tracked.tracker.not_exact(rank, generation=1, reason="step 7 takes another batch")
-    tracked.tracker.recovered(7)
-    assert tracked.said[-1].startswith("incident 1: resumed, not exact, in ")
-    assert tracked.said[-1].endswith(" s (in-process); rank 0: step 7 takes another batch (1 other rank too)")
-    (recovered,) = tracked.events("recovered")
-    assert recovered.fields["inexact"] == "rank 0: step 7 takes another batch (1 other rank too)"
-    assert tracked.tracker.inexact == 1
-
-
-def test_a_second_line_corrects_the_last_one_once(tracked: Tracked) -> None:
-    tracked.fault(ERROR)
-    tracked.regroup(high_water=6, oldest=4, target=5)
-    tracked.tracker.recovered(5)
-    before = len(tracked.said)
-    for rank in (1, 0):
-        tracked.tracker.not_exact(rank, generation=1, reason="step 6 has another loss")
-    assert tracked.said[before:] == ["incident 1: resumed, not exact: rank 1: step 6 has another loss"]
-    assert tracked.tracker.inexact == 1
+def test_a_second_line_corrects_the_last_one_once(job: Job, tmp_path: Path) -> None:
+    recovers(job, tmp_path)
+    before = len(job.said)
+    differ(job, 1, 0)
+    assert job.said[before:] == ["incident 1: resumed, not exact: rank 1: step 4 takes another batch"]
+    assert job.coordinator.job.incidents.inexact == 1

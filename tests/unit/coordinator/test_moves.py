@@ -39,7 +39,7 @@ class Moving:
         self.news: list[MoveNews] = []
 
     def ask(self, node: int = 1) -> Moving:
-        self.job.coordinator.move(node, WHY, self.news.append)
+        self.job.coordinator.moves.ask(node, WHY, self.news.append)
         return self
 
     def warm(self) -> Moving:
@@ -96,7 +96,7 @@ def test_a_move_from_its_begin_to_its_end() -> None:
     assert moving.sent_to(moving.left, Discard) == [Discard(True)]
     assert moving.outcome.startswith("node 1 has moved to a spare")
     job.hear(moving.left, Joined())
-    assert job.coordinator.job.roster.free_spare() is None, "a node that was left takes nobody's place"
+    assert job.coordinator.job.free_spare() is None, "a node that was left takes nobody's place"
     job.coordinator.job.end(0)
     assert moving.sent_to(moving.left, End)
 
@@ -107,7 +107,7 @@ def test_a_move_from_its_begin_to_its_end() -> None:
 )
 def test_what_cannot_be_moved(node: int, why: str) -> None:
     moving = Moving(spares=0)
-    moving.job.coordinator.host = moving.job.coordinator.nodes[0]
+    moving.job.coordinator.job.host = moving.job.coordinator.nodes[0]
     moving.ask(node)
     assert f"node {node} is not moved: {why}" in moving.outcome
     assert moving.job.sent == []

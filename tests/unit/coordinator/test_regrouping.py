@@ -13,7 +13,6 @@ from checkpointless.launcher.protocol.messages import (
     Done,
     FaultNotice,
     Go,
-    Progress,
     RankState,
     Spawn,
 )
@@ -84,8 +83,7 @@ def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
     job.lose(two, "it closed the connection")
     job.join(1)
     job.ready(*job.ranks, committed=3, making=4)
-    for node in job.coordinator.nodes:
-        job.hear(node, Progress(0, 0, 1, 0))
+    job.progress(0)
     ups = [event for event in read_events(tmp_path) if event.stage == EventName.RUNG]
     assert [(up.incident, up.fields["rung"], up.fields["why"]) for up in ups] == [
         ("2", "process", "rank 1 killed by SIGKILL at step 4"),

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.coordinator.incident_policy import SAME_FAILURE_LIMIT, SAME_FAILURE_S
+from checkpointless.launcher.coordinator.incident_policy import SAME_FAILURE_LIMIT
 from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.coordinator.regrouping import SAME_FAILURE_S
 from checkpointless.launcher.protocol.causes import exception_cause
 from checkpointless.launcher.protocol.messages import (
     FaultNotice,
@@ -15,7 +16,6 @@ from checkpointless.launcher.protocol.messages import (
     GiveUp,
     Go,
     OneEnded,
-    Progress,
     RankEnded,
     Spawn,
 )
@@ -58,12 +58,10 @@ def test_a_job_whose_state_is_lost_begins_again_with_new_processes(tmp_path: Pat
     assert [(begin.generation, begin.origin, begin.high_water, begin.target) for begin in begins] == [
         (2, 2, 7, 8)
     ] * 2
-    for node in job.coordinator.nodes:
-        job.hear(node, Progress(5, 9, 10, 0, began_after=5, generation=2))
+    job.progress(5, 9, began_after=5, generation=2)
     assert job.said[-1] == "incident 1: the script itself brought step 5 back; step 7 had been committed"
     assert job.coordinator.job.high_water == 9
-    for node in job.coordinator.nodes:
-        job.hear(node, Progress(9, 9, 10, 0, began_after=5, generation=2))
+    job.progress(9, began_after=5, generation=2)
     assert job.said[-1].endswith("(job); 2 steps are made once more")
     why = [event.fields["why"] for event in read_events(tmp_path) if event.stage == EventName.RUNG]
     assert f"restart 1 of 1: {LOST}" in why
@@ -96,9 +94,7 @@ def test_an_exception_that_comes_again_and_again_is_worth_a_restart() -> None:
 
 
 def test_every_node_knows_of_the_first_rank_that_ends_well() -> None:
-    job = Job(max_restarts=1)
-    for node in range(2):
-        job.join(node)
+    job = Job(max_restarts=1).join_all()
     job.ends(3, 0)
     job.ends(2, 0)
     assert [(node, message.rank) for node, message in job.take(OneEnded)] == [(0, 3), (1, 3)]
@@ -148,9 +144,7 @@ def test_what_not_all_ranks_raise_before_the_first_step_is_tried_again(other: st
 
 
 def test_a_script_without_a_block_is_restarted_as_torchrun_does() -> None:
-    job = Job(max_restarts=1)
-    for node in job.coordinator.nodes:
-        job.join(node.index)
+    job = Job(max_restarts=1).join_all()
     job.ends(1, 3, incarnation=0)
     assert job.coordinator.job.outcome is None
     assert len([spawn for _, spawn in job.take(Spawn) if spawn.incarnation == 1]) == 4
@@ -160,8 +154,6 @@ def test_a_script_without_a_block_is_restarted_as_torchrun_does() -> None:
         job.tell(rank, RankEnded(rank, 1, 0, False, -1, -1, "log", []))
     assert job.outcome is not None
     assert job.outcome.code == 0
-    again = Job(max_restarts=0)
-    for node in again.coordinator.nodes:
-        again.join(node.index)
+    again = Job(max_restarts=0).join_all()
     again.ends(1, 3, incarnation=0)
     assert again.last_word.startswith("rank 1 exited with code 3")

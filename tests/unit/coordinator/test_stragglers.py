@@ -8,9 +8,9 @@ from statistics import median
 
 import pytest
 
-from checkpointless.launcher.coordinator import stragglers
-from checkpointless.launcher.coordinator.stragglers import Straggler, StragglerRule, pace_of
-from checkpointless.launcher.protocol.board import PaceReading, PaceRing
+from checkpointless.launcher.agent.node import _pace_of
+from checkpointless.launcher.coordinator.stragglers import _median_without, _Rule, _Straggler
+from checkpointless.launcher.protocol.board import Board, PaceReading
 from checkpointless.launcher.protocol.messages import Paces, RankPace
 from tests.unit.messaged_job import Job
 
@@ -22,8 +22,8 @@ class Played:
     """A job whose boards are looked at every third step."""
 
     def __init__(self, roles: list[int], step: Step) -> None:
-        self.rule = StragglerRule()
-        self.found: list[tuple[int, Straggler]] = []  # with the step
+        self.rule = _Rule()
+        self.found: list[tuple[int, _Straggler]] = []  # with the step
         self.over: list[int] = []
         newest: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(len(roles))}
         for number in range(STEPS):
@@ -31,10 +31,10 @@ class Played:
                 steps.append(step(rank, number))
             if number % 3:
                 continue
-            readings = {rank: steps[-PaceRing.SIZE :] for rank, steps in newest.items()}
+            readings = {rank: steps[-Board.PACES :] for rank, steps in newest.items()}
             found, over = self.rule.look(
                 {
-                    rank: pace_of(rank, PaceReading(roles[rank], number + 1, *map(tuple, zip(*steps))))
+                    rank: _pace_of(rank, PaceReading(roles[rank], number + 1, *map(tuple, zip(*steps))))
                     for rank, steps in readings.items()
                 }
             )
@@ -103,7 +103,7 @@ def test_steps_that_are_too_short_to_matter_and_a_lone_rank_accuse_nobody() -> N
 
 @pytest.mark.parametrize("step_s", [0.01, 30.0])
 def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: float) -> None:
-    rule, draw, every_s = StragglerRule(), random.Random(1), 5.0
+    rule, draw, every_s = _Rule(), random.Random(1), 5.0
     onset, last = max(60, int(20 * every_s / step_s)), max(100, int(30 * every_s / step_s))
     found_at: list[int] = []
     for look in range(int(last * step_s / every_s)):
@@ -112,9 +112,9 @@ def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: floa
             continue
         paces = {}
         for rank in range(4):
-            of_ring = range(max(0, steps - PaceRing.SIZE), steps)
+            of_ring = range(max(0, steps - Board.PACES), steps)
             own = tuple(step_s * (3 if rank == 2 and step >= onset else draw.uniform(1, 1.1)) for step in of_ring)
-            paces[rank] = pace_of(rank, PaceReading(0, steps, own, tuple(0.0 for _ in own)))
+            paces[rank] = _pace_of(rank, PaceReading(0, steps, own, tuple(0.0 for _ in own)))
         found, _ = rule.look(paces)
         assert {each.rank for each in found} <= {2}
         found_at += [steps] * len(found)
@@ -124,17 +124,16 @@ def test_a_slow_rank_is_confirmed_when_looks_are_five_seconds_apart(step_s: floa
 
 @pytest.mark.parametrize("values", [[1, 2], [3, 3, 1], [5, 1, 4, 2], [7, 7, 7, 7, 2], [*range(9), 4]])
 def test_the_median_of_all_but_one(values: list[float]) -> None:
-    of_all = stragglers._Sorted(values)
     for at, value in enumerate(values):
-        assert of_all.median_without(value) == median(values[:at] + values[at + 1 :])
+        assert _median_without(sorted(values), value) == median(values[:at] + values[at + 1 :])
 
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_node_with_slow_ranks_is_left_once_if_a_spare_is_free(
     monkeypatch: pytest.MonkeyPatch, spares: int
 ) -> None:
-    found = [[Straggler(rank, 20, 9e5, 1e5, 0.0, False) for rank in (2, 3)]]
-    monkeypatch.setattr(StragglerRule, "look", lambda rule, paces: (found.pop() if found else [], []))
+    found = [[_Straggler(rank, 9e5, 1e5, 0.0, False) for rank in (2, 3)]]
+    monkeypatch.setattr(_Rule, "look", lambda rule, paces: (found.pop() if found else [], []))
     job = Job(move_stragglers=True).begin()
     for _ in range(spares):
         job.join(-1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.protocol.board import Board, BoardReading, PaceReading, PaceRing
+from checkpointless.launcher.protocol.board import Board, BoardReading, PaceReading
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_parts_that_are_there_already_are_read_as_if_they_were_written_again(
         if len(parts) == 5:  # a snapshot of one piece between those of parts
             board.put_snapshot(step, b"".join(parts), 4)
         else:
-            board.put_parts(step, head, parts, 4)
+            board.put_snapshot(step, head, 4, parts)
         expected = b"".join(parts) if len(parts) == 5 else head + b"".join(parts)
         assert reader.snapshot(step, 4) == expected
     reader.close()
@@ -59,14 +59,14 @@ def test_parts_that_are_there_already_are_read_as_if_they_were_written_again(
 def test_a_part_that_is_there_already_is_not_copied_and_one_that_is_equal_is() -> None:
     board = Board.create(0)
     part, equal = b"x" * 1000, bytes(bytearray(b"x" * 1000))
-    board.put_parts(4, b"head", [part])
+    board.put_snapshot(4, b"head", parts=[part])
     place = os.pread(board.fd, Board.SIZE, 0).index(part)
     os.pwrite(board.fd, b"y", place)  # shows whether it is written again
-    board.put_parts(6, b"HEAD", [part])
+    board.put_snapshot(6, b"HEAD", parts=[part])
     damaged = board.snapshot(6)
     assert damaged is not None
     assert damaged[4:5] == b"y"
-    board.put_parts(8, b"head", [equal])
+    board.put_snapshot(8, b"head", parts=[equal])
     assert board.snapshot(8) == b"head" + part
     os.pwrite(board.fd, b"z", place - 1)
     assert board.snapshot(8) is None, "the head has a checksum"
@@ -92,15 +92,15 @@ def test_nobody_can_cut_a_board_or_let_it_grow(board: Board, size: int) -> None:
 def test_the_newest_paces_are_kept_until_another_generation_begins() -> None:
     board = Board.create(0)
     try:
-        assert board.pace.read() == PaceReading(0, 0)
-        board.pace.set_role(0xFFFFFFFF)
-        for step in range(1, PaceRing.SIZE + 3):
-            board.pace.add(float(step), 0.5)
-        found = board.pace.read()
-        assert (found.role, found.steps) == (0xFFFFFFFF, PaceRing.SIZE + 2)
-        assert sorted(found.own) == [float(step) for step in range(3, PaceRing.SIZE + 3)]
-        assert found.data == (0.5,) * PaceRing.SIZE
+        assert board.paces() == PaceReading(0, 0)
+        board.set_role(0xFFFFFFFF)
+        for step in range(1, Board.PACES + 3):
+            board.add_pace(float(step), 0.5)
+        found = board.paces()
+        assert (found.role, found.steps) == (0xFFFFFFFF, Board.PACES + 2)
+        assert sorted(found.own) == [float(step) for step in range(3, Board.PACES + 3)]
+        assert found.data == (0.5,) * Board.PACES
         board.set_generation(1)
-        assert board.pace.read() == PaceReading(0xFFFFFFFF, 0)
+        assert board.paces() == PaceReading(0xFFFFFFFF, 0)
     finally:
         board.close()

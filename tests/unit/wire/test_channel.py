@@ -38,17 +38,6 @@ def turn(selector: selectors.BaseSelector) -> None:
         key.data()
 
 
-def test_messages_arrive_whole(selector: selectors.BaseSelector) -> None:
-    end = End(selector)
-    line = encode(GiveUp(-1, "why"))
-    end.peer.sendall(line[:7])
-    turn(selector)
-    assert end.heard == []
-    end.peer.sendall(line[7:] + encode(Alive()))
-    turn(selector)
-    assert end.heard == [GiveUp(-1, "why"), Alive()]
-
-
 def test_a_send_that_fails_says_so_in_the_next_turn_and_once(selector: selectors.BaseSelector) -> None:
     end = End(selector)
     end.peer.close()

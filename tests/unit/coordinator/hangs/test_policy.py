@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from checkpointless.launcher.coordinator.hang_watch import (
     BUSY_TIMES,
     STEADY_LOOKS,
-    Heartbeat,
-    _Evidence,
     _Finding,
     _grace_s,
     _is_shared,
     _judge,
+    _Silence,
     _Stance,
 )
+from checkpointless.launcher.coordinator.job_config import Heartbeat
 from checkpointless.system.process_tree import ProcessState
 from tests.drawn import examples
 
@@ -28,13 +28,13 @@ RANKS = range(8)
     ("longest_s", "limit_s"), [(0.0, 600.0), (0.2, 30.0), (3.0, 30.0), (20.0, 200.0), (90.0, 600.0)]
 )
 def test_the_limit_follows_the_steps(longest_s: float, limit_s: float) -> None:
-    assert Heartbeat.of(None).within_step_s(longest_s) == limit_s
-    assert Heartbeat.of(5.0).within_step_s(longest_s) == 5.0
+    assert Heartbeat(None).within_step_s(longest_s) == limit_s
+    assert Heartbeat(5.0).within_step_s(longest_s) == 5.0
 
 
 def test_the_ceiling_follows_the_pauses_unless_it_is_given() -> None:
-    assert [Heartbeat.of(None).ceiling_s(pause_s) for pause_s in (0.0, 100.0, 500.0)] == [600.0, 600.0, 1500.0]
-    assert Heartbeat.of(20.0).ceiling_s(500.0) == 20.0
+    assert [Heartbeat(None).ceiling_s(pause_s) for pause_s in (0.0, 100.0, 500.0)] == [600.0, 600.0, 1500.0]
+    assert Heartbeat(20.0).ceiling_s(500.0) == 20.0
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_half_of_the_job_or_a_whole_node_is_a_shared_stall(standing: tuple[int, 
 
 
 EVIDENCE = st.builds(
-    _Evidence,
+    _Silence,
     st.sampled_from(_Stance),
     st.sampled_from([15.0, 29.0, 31.0, 91.0, 599.0, 601.0, 1900.0]),
     st.sampled_from([30.0, CEILING_S]),
@@ -64,7 +64,7 @@ STEADY = st.none() | st.integers(0, STEADY_LOOKS)
 @examples(150)
 @given(SILENT, st.sampled_from([1, 2, 4, 8]), STEADY)
 def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
-    silent: dict[int, _Evidence], nproc: int, steady: int | None
+    silent: dict[int, _Silence], nproc: int, steady: int | None
 ) -> None:
     verdict = _judge(silent, 8, 8, nproc, CEILING_S, steady)
     standing = {rank for rank, each in silent.items() if each.stance is not _Stance.WAITS}
@@ -91,16 +91,16 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
 
 
 @given(SILENT, st.sampled_from([1, 2, 4, 8]))
-def test_no_silence_is_waited_for_for_ever(silent: dict[int, _Evidence], nproc: int) -> None:
+def test_no_silence_is_waited_for_for_ever(silent: dict[int, _Silence], nproc: int) -> None:
     """Who stays where it is leads to an incident in the end, whatever it is."""
-    old = {rank: _Evidence(e.stance, 1e5, e.limit_s, e.state, 1e5) for rank, e in silent.items()}
+    old = {rank: _Silence(e.stance, 1e5, e.limit_s, e.state, 1e5) for rank, e in silent.items()}
     verdict = _judge(old, 8, 8, nproc, CEILING_S)
     assert verdict.finding in (_Finding.CULPRITS, _Finding.TOO_LONG, _Finding.ALL_WAIT)
 
 
 @given(SILENT, st.sampled_from([1, 2, 4, 8]), st.integers(0, STEADY_LOOKS - 1))
 def test_where_nobody_shows_progress_one_look_is_no_evidence(
-    silent: dict[int, _Evidence], nproc: int, steady: int
+    silent: dict[int, _Silence], nproc: int, steady: int
 ) -> None:
     verdict = _judge(silent, 8, 8, nproc, CEILING_S, steady)
     assert verdict.finding in (_Finding.NOTHING, _Finding.ASK_AGAIN)
@@ -110,7 +110,7 @@ def test_where_nobody_shows_progress_one_look_is_no_evidence(
 @pytest.mark.parametrize("age_s", [31.0, 599.0, 601.0])
 def test_ranks_that_may_wait_for_their_devices_are_given_time_until_the_ceiling(unclear: int, age_s: float) -> None:
     silent = {
-        rank: _Evidence(_Stance.UNCLEAR if rank < unclear else _Stance.WAITS, age_s, 30.0, ProcessState.BUSY)
+        rank: _Silence(_Stance.UNCLEAR if rank < unclear else _Stance.WAITS, age_s, 30.0, ProcessState.BUSY)
         for rank in RANKS
     }
     found = _judge(silent, 8, 8, 2, CEILING_S)
@@ -119,9 +119,9 @@ def test_ranks_that_may_wait_for_their_devices_are_given_time_until_the_ceiling(
 
 
 def test_the_one_that_is_known_to_be_behind_is_accused_beside_those_that_may_wait() -> None:
-    silent = {rank: _Evidence(_Stance.WAITS, 31.0, 30.0) for rank in RANKS}
-    silent[3] = _Evidence(_Stance.UNCLEAR, 31.0, 30.0)
-    silent[5] = _Evidence(_Stance.ELSEWHERE, 31.0, 30.0)
+    silent = {rank: _Silence(_Stance.WAITS, 31.0, 30.0) for rank in RANKS}
+    silent[3] = _Silence(_Stance.UNCLEAR, 31.0, 30.0)
+    silent[5] = _Silence(_Stance.ELSEWHERE, 31.0, 30.0)
     found = _judge(silent, 8, 8, 2, CEILING_S)
     assert (found.finding, found.ranks) == (_Finding.CULPRITS, (5,))
 
@@ -142,8 +142,8 @@ def test_of_a_stall_that_took_too_long_the_few_that_do_not_answer_are_given_up(
     age_s: float, mute: tuple[int, ...], state: ProcessState, gone: tuple[int, ...]
 ) -> None:
     """On GPUs a rank that does not answer leaves unclear what its peers wait for; half of a job may be paused."""
-    silent = {rank: _Evidence(_Stance.UNCLEAR, age_s, 30.0) for rank in RANKS}
-    silent |= {rank: _Evidence(_Stance.MUTE, age_s, 30.0, state, mute_s=20.0) for rank in mute}
+    silent = {rank: _Silence(_Stance.UNCLEAR, age_s, 30.0) for rank in RANKS}
+    silent |= {rank: _Silence(_Stance.MUTE, age_s, 30.0, state, mute_s=20.0) for rank in mute}
     found = _judge(silent, 8, 8, 2, CEILING_S)
     if age_s < CEILING_S:
         assert found.finding is _Finding.WAIT

@@ -9,7 +9,6 @@ from checkpointless.launcher.protocol.messages import (
     End,
     Go,
     Holding,
-    Progress,
     RankEnded,
     Spawn,
 )
@@ -21,12 +20,6 @@ WHY = "the device check exited with 1: no"
 def bad(job: Job, rank: int) -> None:
     """Have the node of the rank refuse to start its next process."""
     job.tell(rank, DeviceBad(rank, job.coordinator.ranks[rank].incarnation, WHY))
-
-
-def commits(job: Job, step: int) -> None:
-    """Have all ranks commit a step."""
-    for index in (0, 1):
-        job.hear(job.coordinator.nodes[index], Progress(step, step, step, 1))
 
 
 def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
@@ -72,7 +65,7 @@ def test_without_a_spare_the_device_is_tried_until_the_limits_of_every_job_are_r
 
 def test_the_node_that_hosts_the_coordinator_is_not_given_up() -> None:
     job = Job().begin()
-    job.coordinator.host = job.coordinator.nodes[0]
+    job.coordinator.job.host = job.coordinator.nodes[0]
     job.join(-1)
     job.ends(0)
     job.sent.clear()
@@ -85,7 +78,7 @@ def test_the_node_that_hosts_the_coordinator_is_not_given_up() -> None:
 def test_a_node_with_the_only_holders_of_a_shard_is_tried_first(shards: tuple[int, ...], is_given_up: bool) -> None:
     job = Job().begin()
     job.join(-1)
-    commits(job, 4)
+    job.progress(4)
     for index in (0, 1):
         job.hear(job.coordinator.nodes[index], Holding(list(shards[2 * index : 2 * index + 2])))
     job.ends(2)
@@ -114,7 +107,7 @@ def test_a_device_that_has_worked_since_is_tried_again() -> None:
         bad(job, 2)
         assert spawns(job) == [(1, 2, job.coordinator.ranks[2].incarnation, True)]
         job.ready(*job.ranks)
-        commits(job, step)
+        job.progress(step)
     assert job.outcome is None
 
 
@@ -125,7 +118,7 @@ def test_a_report_that_is_repeated_gets_the_same_answer_because_it_may_be_lost()
     job.join(-1)
     job.hear(job.coordinator.nodes[0], Holding([0, 1]))
     job.hear(job.coordinator.nodes[1], Holding([2, 3]))
-    job.coordinator.job.roster.fresh.clear()  # rank 3 is the only one with what it holds
+    job.coordinator.job.fresh.clear()  # rank 3 is the only one with what it holds
     for _ in range(3):
         bad(job, 2)
     assert spawns(job) == [(1, 2, 1, True)] * 3

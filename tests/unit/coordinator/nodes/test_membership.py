@@ -133,7 +133,7 @@ def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_close
 
 def test_a_node_that_is_told_to_stop_is_replaced_but_not_the_coordinators() -> None:
     job = Job().begin()
-    job.coordinator.host = job.coordinator.nodes[0]
+    job.coordinator.job.host = job.coordinator.nodes[0]
     job.join(-1)
     job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
@@ -204,9 +204,7 @@ def test_a_node_that_opens_no_store_ends_the_job_in_time() -> None:
 
 
 def test_a_node_that_is_looked_for_while_all_ranks_are_ready_is_waited_for() -> None:
-    job = Job()
-    for index in (0, 1):
-        job.join(index)
+    job = Job().join_all()
     away = job.coordinator.nodes[1]
     job.ready(0, 1, 2)
     job.later_s += HEARTBEAT_S / 2

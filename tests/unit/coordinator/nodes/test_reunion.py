@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.coordinator import _assumed, _Reunion, _reunite
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.protocol.messages import (
     Discard,
@@ -166,15 +165,6 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
     for rank, state in zip((2, 3), states, strict=True):
         assert (job.coordinator.ranks[rank].incarnation == 0) == (state is not RankState.GONE)
     assert {job.coordinator.ranks[rank].incarnation for rank in (0, 1)} == {0}
-
-
-@given(st.sampled_from(RankState), st.sampled_from(RankState))
-def test_two_views_of_a_rank_meet(known: RankState, said: RankState) -> None:
-    found = _reunite(known, said)
-    assert (found in (_Reunion.ENDED, _Reunion.START)) == (said is RankState.GONE is not known)
-    must_leave = known in (RankState.LEAVING, RankState.STARTING) and said in (RUNNING, DONE)
-    assert (found is _Reunion.INTERRUPT) == must_leave
-    assert _reunite(_assumed(said), said) in (_Reunion.AGREED, _Reunion.INTERRUPT, _Reunion.READY)
 
 
 def test_a_rank_that_failed_after_its_block_while_its_node_was_away_fails_the_job() -> None:
