@@ -56,13 +56,7 @@ def _hears(peer: socket.socket) -> int:
 
 
 class Communicator:
-    """Represents one rank's end of a communicator.
-
-    Args:
-        device: the rank's.
-        store: the ranks of this communicator meet at it.
-        rank: this rank's in the communicator.
-        size: how many ranks it has.
+    """Represents one rank's end of a communicator, whose ranks meet at ``store``.
 
     Attributes:
         graphs: how many captured collectives refer to it.
@@ -91,7 +85,6 @@ class Communicator:
 
     @property
     def occupies_the_device(self) -> bool:
-        """Return whether a kernel of it runs and waits for its peers."""
         return self._busy > 0
 
     # ---- what groups call
@@ -154,7 +147,6 @@ class Communicator:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End the thread when it has done what it has to do."""
         self._calls.put(None)
         if self in self.of_process:
             self.of_process.remove(self)

@@ -18,11 +18,7 @@ _LIBC_WITH_LOCK = ctypes.PyDLL(None)  # its calls keep the interpreter lock
 
 
 class Operation:
-    """Represents something that was launched.
-
-    Args:
-        outputs: the tensors that it writes.
-    """
+    """Represents something that was launched, and writes ``outputs``."""
 
     def __init__(self, outputs: Iterable[torch.Tensor] = ()) -> None:
         self.storages = frozenset(each.untyped_storage().data_ptr() for each in outputs)
@@ -30,7 +26,6 @@ class Operation:
 
     @classmethod
     def done(cls) -> Operation:
-        """Return one that has nothing to do."""
         operation = cls()
         operation.is_done = True
         return operation
@@ -62,16 +57,13 @@ class Device:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is queued."""
         return not self._pending
 
     def queued(self) -> list[Operation]:
-        """Return what is queued."""
         with self._mutex:
             return list(self._pending)
 
     def launch(self, operation: Operation) -> None:
-        """Queue ``operation``, when there is room."""
         self._check()
         if self._holds_lock_s and len(self._pending) >= self._queue:
             _LIBC_WITH_LOCK.usleep(int(self._holds_lock_s * 1e6))

@@ -9,21 +9,16 @@ from tests.device.device import Device, Operation
 
 
 def event_class(device: Device) -> type:
-    """Return the class that stands for ``torch.cuda.Event`` on ``device``."""
 
     class Event:
-        """Represents an event."""
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._before: list[Operation] = []
             self._recorded_s = 0.0
 
         def record(self, stream: object = None) -> None:
-            """Record what is queued."""
             self._before, self._recorded_s = device.queued(), time.perf_counter()
 
         def synchronize(self) -> None:
-            """Wait until what was recorded is done."""
             for operation in self._before:
                 device.synchronize(operation)
 
@@ -31,7 +26,6 @@ def event_class(device: Device) -> type:
             """Order what follows: every operation waits for its inputs as it is."""
 
         def query(self) -> bool:
-            """Return whether what was recorded is done."""
             return all(operation.is_done for operation in self._before)
 
         def elapsed_time(self, end: Event) -> float:

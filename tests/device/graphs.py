@@ -15,7 +15,6 @@ from tests.device.device import Device
 
 
 def graph_class(device: Device) -> type:
-    """Return the class that stands for ``torch.cuda.CUDAGraph`` on ``device``."""
 
     class Graph:
         """Represents a graph; it captures sums over all ranks of a group, and nothing else."""
@@ -25,7 +24,6 @@ def graph_class(device: Device) -> type:
             self._communicators: list[Communicator] = []
 
         def capture_begin(self, *args: Any, **options: Any) -> None:
-            """Capture what is launched from now on instead of doing it."""
             device.capture = self.capture
 
         def capture(self, communicator: Communicator, call: Callable[[], object]) -> None:
@@ -35,16 +33,13 @@ def graph_class(device: Device) -> type:
             communicator.graphs += 1
 
         def capture_end(self) -> None:
-            """Do what is launched from now on."""
             device.capture = None
 
         def replay(self) -> None:
-            """Launch what was captured."""
             for call in self._calls:
                 call()
 
         def reset(self) -> None:
-            """Hold no communicator any more."""
             for communicator in self._communicators:
                 communicator.graphs -= 1
             self._calls, self._communicators = [], []
@@ -62,7 +57,6 @@ class ReplaysGraph(Callback):
         self._graph: Any = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Replay the graph, and look at what it has summed."""
         group = parallel_state.get_data_parallel_group()
         if self._graph is None:
             self._summed = torch.zeros(1)

@@ -21,13 +21,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # Any: its methods are overloaded, and t
 
 
 class LateWork(dist.Work):
-    """Represents what was launched; waiting for it only orders what follows on the device, unless it ``blocks``.
-
-    Args:
-        device: the rank's.
-        operation: what was launched.
-        blocks: whether the host waits, as for a barrier.
-    """
+    """Represents what was launched; waiting for it only orders what follows on the device, unless it ``blocks``."""
 
     def __init__(self, device: Device, operation: Operation, blocks: bool = False) -> None:
         super().__init__()
@@ -40,11 +34,9 @@ class LateWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done."""
         return self._operation.is_done
 
     def is_success(self) -> bool:
-        """Return whether it is done."""
         return self._operation.is_done
 
     def synchronize(self) -> None:
@@ -52,14 +44,7 @@ class LateWork(dist.Work):
 
 
 class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
-    """Represents a process group whose collectives are launched and done later.
-
-    Args:
-        device: the rank's.
-        store: the ranks meet at it.
-        rank: this rank's in the group.
-        size: how many ranks the group has.
-    """
+    """Represents a process group whose collectives are launched and done later."""
 
     def __init__(self, device: Device, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -71,7 +56,6 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- what torch asks
 
     def getBackendName(self) -> str:
-        """Return the name of the backend."""
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> LateNCCLGroup:
@@ -86,11 +70,9 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         pass
 
     def abort(self) -> None:
-        """Abort the communicator."""
         self._communicator.abort()
 
     def shutdown(self) -> None:
-        """Abort the communicator, and end its thread."""
         self._communicator.abort()
         self._communicator.close()
 
@@ -275,7 +257,6 @@ _count_received = process_groups.counting(False, lambda *_: None)
 
 
 def create(device: Device) -> Callable[..., LateNCCLGroup]:
-    """Return the function that torch makes groups with."""
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> LateNCCLGroup:
         return LateNCCLGroup(device, store, rank, size)

@@ -97,7 +97,6 @@ def be_late() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, help="that the device has; default: no limit")
     parser.add_argument("--steps", type=int, default=6)
@@ -118,7 +117,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train."""
     options = parse()
     played.memory.limit = options.bytes
     if own_rank() == options.late:
@@ -128,7 +126,6 @@ def main() -> None:
 
 @HPWrapper(checkpoint_manager=CheckpointManager(memory_budget_bytes=TRANSFER_BYTES))
 def train(options: argparse.Namespace) -> None:
-    """Train one generation."""
     config = llm.GPTConfig(
         num_layers=options.layers,
         hidden_size=options.width,

@@ -48,10 +48,7 @@ class Opaque:
 def sharded(seed: int, missing: bool = False, empty: bool = False) -> dict[str, Any]:
     """Return a state with replicated, divided and opaque leaves; the same seed gives the same global state.
 
-    Args:
-        seed: of the values.
-        missing: with a tensor that no other state has.
-        empty: with other values in place of those of the seed, to be loaded into.
+    It has a tensor that no other state has (``missing``), or other values, to be loaded into (``empty``).
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
@@ -106,14 +103,11 @@ def tensors(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Notes(logging.Handler):
-    """Keeps the warnings of this process."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
         self.lines.append(record.getMessage())
 
 
@@ -122,15 +116,8 @@ def play(
 ) -> list[dict[str, Any]]:
     """Make calls of a :class:`Player`, one after the other, with a barrier between two.
 
-    Args:
-        root: where checkpoints and disks are.
-        calls: names of methods, and their arguments.
-        factor: how many ranks keep each part.
-        disk: whether copies are kept on disks: each rank's is its own.
-        memory: whether copies are kept in memory.
-
-    Returns:
-        What each call returned, or the type and words of what it raised; and what was warned of.
+    ``factor`` ranks keep each part, on a disk of their own and in memory. Return what each call returned, or the
+    type and words of what it raised; and what was warned of.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     folder = Path(root) / f"disk{dist.get_rank()}" if disk else None
@@ -159,12 +146,7 @@ def end_reports() -> None:
 
 
 class Player:
-    """Makes the calls.
-
-    Args:
-        root: where checkpoints and disks are.
-        copies: the copies of this rank.
-    """
+    """Makes the calls; checkpoints and disks are at ``root``."""
 
     def __init__(self, root: Path, copies: Copies) -> None:
         self.root, self.copies = root, copies
@@ -176,7 +158,6 @@ class Player:
         self._count_reads()
 
     def save(self, name: str, seed: int, how: str = "copies") -> None:
-        """Save the state of a seed, now."""
         self._save(name, sharded(seed), how, False)
 
     def save_async(self, name: str, seed: int, how: str = "copies") -> None:
@@ -189,15 +170,12 @@ class Player:
             leaf.data.zero_()
 
     def finish(self) -> list[int]:
-        """Wait for the saves to end."""
         return self.queue.maybe_finalize_async_calls(blocking=True)
 
     def is_whole(self, name: str) -> bool:
-        """Return whether Megatron takes a directory for a checkpoint."""
         return dist_checkpointing.check_is_distributed_checkpoint(str(self.root / name))
 
     def load(self, name: str, seed: int, how: str = "copies", missing: bool = False) -> dict[str, Any]:
-        """Load into another state, and compare it with that of the seed."""
         self.read_bytes = 0
         strategy = self._load_strategy(how)
         target = sharded(seed, missing=missing, empty=True)
@@ -215,7 +193,6 @@ class Player:
         }
 
     def saved_by(self, name: str) -> int:
-        """Return how many ranks saved a checkpoint."""
         return sum(
             1 for key in self._load_strategy("megatron").load_sharded_metadata(self.root / name) if "own" in key
         )
@@ -251,7 +228,6 @@ class Player:
             )
 
     def damage(self, pattern: str) -> None:
-        """Let rank 0 flip a bit in files."""
         for path in self.root.glob(pattern) if self.rank == 0 else ():
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
@@ -273,12 +249,10 @@ class Player:
                 (folder / f"__1_{number}.distcp").mkdir(parents=True)
 
     def rename(self, old: str, new: str) -> None:
-        """Let rank 0 rename a checkpoint."""
         if self.rank == 0:
             (self.root / old).rename(self.root / new)
 
     def remove(self, pattern: str) -> None:
-        """Let rank 0 remove files."""
         for path in self.root.glob(pattern) if self.rank == 0 else ():
             path.unlink()
 
@@ -289,7 +263,6 @@ class Player:
             os.kill(process.pid, signal.SIGKILL)
 
     def parts(self) -> list[list[int]]:
-        """Return the parts that this rank has, by place."""
         return [
             sorted(part for parts in store.shelf(dist.get_world_size()).values() for part in parts)
             for store in self.copies.stores.values()

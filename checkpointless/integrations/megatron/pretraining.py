@@ -222,7 +222,6 @@ class _Training(JournaledTraining):
 
     @override
     def reached(self, step: int, point: SnapshotPoint) -> Captured:
-        """Capture the state before the next step."""
         return Captured(self._capture(step))
 
     @override

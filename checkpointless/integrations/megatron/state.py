@@ -92,7 +92,6 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def model(self) -> dict[Key, torch.Tensor]:
-        """Return the parameters and buffers of the modules, by key."""
         self._buffers.follow()
         return super().model()
 
@@ -143,7 +142,6 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Put back what :meth:`capture` returned, or a part of it."""
         super().restore(captured)
         for optimizer, scaler in zip(self.optimizers, captured.get("scalers", ())):
             if scaler is not None:
@@ -175,7 +173,6 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def finish_update(self) -> None:
-        """Apply the update whose final gradients the optimizers hold."""
         self.apply()
 
     @torch.no_grad()
@@ -333,7 +330,6 @@ class _Buffers(BufferCopies):
 
     @override
     def take(self) -> Mapping[Key, torch.Tensor]:
-        """Return copies of all buffers, in the order of the modules."""
         self.follow()
         return super().take()
 

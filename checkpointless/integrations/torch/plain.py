@@ -145,7 +145,6 @@ class PlainTraining(LoopTraining):
     def committed(
         self, step: int, ready: Captured, before: StepBefore | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Capture the loop's state after the update of ``step``."""
         self._by_update, self._updated = self._loops_part(), step
         self._noted = {}  # a loop that is left by break goes on from here
         if self._is_young():
@@ -194,7 +193,6 @@ class PlainTraining(LoopTraining):
 
     @override
     def _title_of(self, key: Key) -> str:
-        """Return what a tensor of the state is, for people."""
         return super()._title_of(key) if key[0] == "model" else self._tensors.title_of(key)
 
     @override

@@ -161,7 +161,6 @@ class SteppedTraining(JournaledTraining):
 
     @override
     def reached(self, step: int, point: SnapshotPoint) -> Captured:
-        """Capture the state before the next step."""
         return Captured(self._capture(step), self._noted())
 
     @override

@@ -169,7 +169,6 @@ class TorchTensors(TrainingTensors):
 
     @override
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Put back what :meth:`capture` returned, or a part of it."""
         super().restore(captured)
         self._extra_state.put(captured.get("extra", {}))
 

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.nemo
 
 
 def made() -> MCoreTensorAwareStateDict:
-    """Return a state with all kinds of leaves."""
     if hasattr(ShardedTensor, "from_rank_offsets_flat"):
         flat = ShardedTensor.from_rank_offsets_flat(
             "optimizer", torch.arange(3.0), (2, 4), (0, 1, 2), flattened_range=slice(2, 5)
@@ -49,7 +48,6 @@ def made() -> MCoreTensorAwareStateDict:
 
 
 def leaves(state: MCoreTensorAwareStateDict) -> list[Any]:
-    """Return all that is in the leaves, and their order."""
     sharded = state.sharded_state_dict
     return [*sharded["model"].values(), *sharded["optimizer"], sharded["extra"], sharded["plain"]]
 

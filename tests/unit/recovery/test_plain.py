@@ -91,7 +91,6 @@ def make(training: PlainTraining, step: int) -> None:
 
 
 def begin_next(training: PlainTraining) -> None:
-    """Begin the step after the newest one."""
     training._journal.reached(training.step, SnapshotPoint.COMMITTED, keeps_streams=False)
 
 

@@ -44,7 +44,6 @@ def written(content: Content | None) -> Content:
 
 
 def kept(copies: Copies) -> dict[SaveId, set[float]]:
-    """Return the values of the copies that are kept."""
     shelf = copies.stores["memory"].shelf(1)
     return {each: {*parts[0][0].read().content.tensors[0].tolist()} for each, parts in shelf.items()}
 
@@ -71,21 +70,17 @@ def test_two_pieces_of_memory_are_used_in_turn() -> None:
 
 
 class SlowStore(MemoryStore):
-    """A place that takes long."""
-
     def __init__(self) -> None:
         super().__init__()
         self.go_on = threading.Event()
 
     def write(self, part: Part, holder: int) -> None:
-        """Write when it is told to."""
         assert self.go_on.wait(LIMIT_S)
         super().write(part, holder)
 
 
 @pytest.fixture
 def slow() -> SlowStore:
-    """Return the store of the place ``slow://``."""
     store = SlowStore()
     register_store("slow", lambda name: store)
     return store

@@ -43,18 +43,13 @@ def generation(tensor_parallel: int = 1, more: int = 0) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def cpu() -> Iterator[None]:
-    """Let Megatron train on the CPU."""
     cpu_platform.install()
     yield
     cpu_platform.uninstall()
 
 
 class Training:
-    """A small model that overlaps its communication, with an optimizer, and what is kept of them.
-
-    Args:
-        ties: whether it ties its embeddings.
-    """
+    """A small model that overlaps its communication, with an optimizer, and what is kept of them."""
 
     def __init__(self, ties: bool = False) -> None:
         torch.manual_seed(1)
@@ -85,7 +80,6 @@ class Training:
 
     @property
     def buckets(self) -> list[Any]:
-        """Megatron's groups of buckets."""
         return list(self.model.bucket_groups)
 
     def compute(self, step: int) -> float:
@@ -99,7 +93,6 @@ class Training:
         return loss
 
     def step(self, step: int) -> float:
-        """Make a step."""
         loss = self.compute(step)
         assert self.optimizer.step()[0]
         return loss
