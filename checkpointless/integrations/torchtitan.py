@@ -68,14 +68,10 @@ def train(trainer: Trainer, *, state: Mapping[str, Any] = MappingProxyType({})) 
     call.beat()
     with (
         led(trainer, {"train_step": training.make_step, "forward_backward_step": training.compute}),
-        led(trainer.checkpointer, {"load": _nothing}),
+        led(trainer.checkpointer, {"load": lambda *args, **kwargs: False}),
     ):
         trainer.train()
     training.end()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> bool:
-    return False
 
 
 def _refusal(trainer: Trainer) -> str | None:

@@ -129,11 +129,7 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def capture(self) -> Callable[[], dict[str, Any]]:
-        """Capture what belongs to model and optimizer and is no tensor, loss scalers included.
-
-        Raises:
-            UnrecoverableError: an optimizer has other parameters than at the beginning.
-        """
+        """Capture what is no tensor, loss scalers included; refuse other parameters than at the beginning."""
         reason = self.grown()
         if reason:
             raise UnrecoverableError(reason)

@@ -103,11 +103,7 @@ class GradientCheck:
         return every is not None and (steps.making % every == 0 or steps.since_entry == 0)
 
     def require(self) -> None:
-        """Refuse that a step is over which is to be checked and was not.
-
-        Raises:
-            UnrecoverableError: it was not.
-        """
+        """Refuse that a step is over which is to be checked and was not."""
         step = self._call.steps.making
         if self.is_due and self._checked != step:
             raise UnrecoverableError(_NOT_CHECKED.format(self._every, step))

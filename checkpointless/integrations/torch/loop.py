@@ -457,11 +457,7 @@ class LoopTraining(JournaledTraining, ABC):
 
     @override
     def ready(self, step: int) -> Captured:
-        """Capture what only this rank has of ``step``.
-
-        Raises:
-            UnrecoverableError: the step was updated before.
-        """
+        """Capture what only this rank has of ``step``; refuse one that was updated before."""
         if step <= self.step:
             raise UnrecoverableError(_TWO_UPDATES.format(step))
         if _EXCHANGED not in _warned and self.step > self._done and self._journal.are_written():

@@ -125,9 +125,6 @@ class _RepeatedSteps:
 
         The fault may have come before the last batch: what was taken before it has to be the beginning of what is
         taken now.
-
-        Raises:
-            UnrecoverableError: the step is another one, and the job is to end then (``--strict``).
         """
         call = active_call_wrapper()
         if call is not None:
@@ -149,20 +146,14 @@ class _RepeatedSteps:
             self._tell(step, " and ".join(others), **facts)
 
     def record(self, log: StepLog, step: int, loss: float | None, params: str, *more: Any) -> None:
-        """Record a committed step with ``log``, and compare its parameters with those recorded of it before a
-        fault.
-
-        ``more`` is what :meth:`~checkpointless.observability.telemetry.steps.StepLog.record` takes besides.
-
-        Raises:
-            UnrecoverableError: the step is another one, and the job is to end then (``--strict``).
-        """
+        """Record a committed step with ``log``, and compare its parameters with those recorded before a fault."""
         before = None if self._is_first else log.earlier(step)
         log.record(step, loss, params, *more)
         if before is not None and before.params != params:
             self._tell(step, "ends with other parameters than before the fault")
 
     def _tell(self, step: int, what: str, **facts: float) -> None:
+        """Tell, once, that a step is another one; if the job is to end then (``--strict``), raise."""
         if not self._is_told:
             self._is_told = True
             logger.error(_HINT, f"step {step} {what}")

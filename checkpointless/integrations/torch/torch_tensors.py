@@ -142,11 +142,7 @@ class TorchTensors(TrainingTensors):
 
     @override
     def capture(self) -> Callable[[], dict[str, Any]]:
-        """Capture what belongs to modules and optimizers and is no tensor.
-
-        Raises:
-            UnrecoverableError: something was changed in a way that a recovery could not repeat.
-        """
+        """Capture what is no tensor; refuse what was changed in a way that a recovery could not repeat."""
         trained = self.trained()
         if trained != self._trained_at_first:
             self._refuse_what_a_wrapper_overlooks(trained)

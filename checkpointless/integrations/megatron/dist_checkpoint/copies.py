@@ -74,11 +74,7 @@ class Copies:
         self._writing: dict[SaveId, _Save] = {}  # those that have not ended
 
     def prepare(self) -> Copier:
-        """Make what this generation needs to keep copies, unless that was done. Collective.
-
-        Raises:
-            ValueError: the ranks cannot be divided as replication wants it.
-        """
+        """Make what this generation needs to keep copies, unless that was done. Collective."""
         world = dist.group.WORLD
         if self._copier is None or self._made_in() is not world:
             if self._copier is not None:
