@@ -151,3 +151,19 @@ def test_other_weights_say_nothing_of_what_was_written_before_them(train: Callab
             weight.mul_(2)
             weight.div_(2)
     assert "parameters were changed" in training._journal.changed()
+
+
+def test_other_weights_are_put_back_to_the_bit_and_a_fault_is_told_first(
+    train: Callable[..., PlainTraining],
+) -> None:
+    training = train(1)
+    weight = _taken_behind_the_first_update(training)
+    with torch.no_grad():
+        with pytest.raises(IndexError), training.other_weights():
+            weight.add_(0)[9]
+        assert not training._journal.changed()
+        with pytest.raises(UnrecoverableError, match="ended with other parameters"), training.other_weights():
+            weight[0, 1] = -0.0
+        with pytest.raises(IndexError), training.other_weights():
+            weight.mul_(3)[9]
+    assert training._journal.changed()
