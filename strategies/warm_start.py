@@ -50,25 +50,20 @@ class WarmStart:
 
     def agree(self, manager: CheckpointManager | None) -> None:
         """Take what ``manager`` keeps for this fit, if it fits, and notify the other ranks. Collective."""
-        found = manager.kept if manager is not None else None
+        found, reason = manager.kept if manager is not None else None, ""
         if manager is not None and found is not None and found[0] == manager.fits.number + 1:
-            kept, left = cast("tuple[KeptModel, tuple[RngStates, RngStates]]", (found[1], found[1].streams))  # type: ignore[attr-defined]
-            reason = self._obstacle or kept.mismatch(self._plans) or kept.unfit()
-            if reason is None and not self._streams.same_streams(left[0]):
+            kept = cast("KeptModel", found[1])
+            begun, self._left = kept.streams
+            reason = self._obstacle or kept.mismatch(self._plans) or kept.unfit() or ""
+            if not reason and not self._streams.same_streams(begun):
                 reason = "random numbers were drawn otherwise before"
-            self._take(manager, kept, left[1], reason)
+            self._kept = None if reason else kept
         self._everywhere = true_on_all(self.is_warm)
         if self._kept is not None and not self._everywhere and self._kept.builds_together:
-            assert manager is not None
-            self._take(manager, None, RngStates(), "another rank builds its model, and exchanges weights meanwhile")
-
-    def _take(
-        self, manager: CheckpointManager, kept: KeptModel | None, left: RngStates, reason: str | None
-    ) -> None:
-        """Take what is kept, or let it go for ``reason``."""
-        self._kept, self._left = (kept, left) if reason is None else (None, RngStates())
-        if reason is not None:
-            manager.kept = None
+            reason = "another rank builds its model, and exchanges weights meanwhile"
+        if reason and manager is not None:
+            manager.kept = self._kept = None
+            self._left = RngStates()
             emit_event(EventName.WARM, kept=False, reason=reason)
 
     def _configure(self, module: Any, vp_stage: int | None = None) -> None:
