@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import Callback
 
 from checkpointless.inprocess import active_call_wrapper
 
+AT_BATCH = 2  # where Waits does so
+
 
 class Average(Callback):
     """Averages the losses; with ``wrong_from`` it is another average from that step on."""
@@ -75,3 +77,15 @@ def _is_recording() -> bool:
         if frame.f_code.co_name == "_callback_digests":
             return True
     return False
+
+
+class Waits(Callback):
+    """Makes the third step last until the ranks are to pause."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        call, deadline_s = active_call_wrapper(), time.monotonic() + 150
+        assert call is not None
+        while trainer.global_step == AT_BATCH and call.generation == 0 and not call.pause.is_wanted:
+            assert time.monotonic() < deadline_s, "nobody moves a node"
+            call.beat()
+            time.sleep(0.005)

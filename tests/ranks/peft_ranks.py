@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,23 +39,6 @@ class FineTuning(TrainingTensors):
         self.optimizer.step()
 
 
-@dataclass
-class Strategy:
-    """Stands in for a strategy, with what the manager asks of it."""
-
-    kept: StepJournal
-
-    def journal(self) -> StepJournal:
-        return self.kept
-
-
-@dataclass
-class Trainer:
-    """Stands in for a trainer, with what the manager asks of it."""
-
-    strategy: Strategy
-
-
 def recover(
     lost: Sequence[Sequence[int]],
     base_first: bool = False,  # the base model is asked for before all the rest
@@ -82,7 +65,8 @@ def recover(
             manager.params_to_save = set(trained)
         state = FineTuning(seed=generation)
         journal = StepJournal(state, manager, FrontEnd())
-        trainer = Trainer(Strategy(journal))
+        strategy = SimpleNamespace(journal=lambda journal=journal: journal)
+        trainer: Any = SimpleNamespace(strategy=strategy)  # with what the manager asks of it
         outcome: dict[str, Any] = {}
         if base_first:
             loaded = manager.try_base_model_checkpointless_load(trainer)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.testing.demo.trainers import TRAINERS, Task
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, Trainings
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -22,16 +20,6 @@ SCRIPTED = [
     ("ddp", 5),  # the others have tests of their own
     *(pytest.param(name, INCIDENTS, marks=pytest.mark.long) for name in TRAINERS if name != "nemo"),
 ]
-
-
-def train(zygote: Zygote, run_dir: Path, trainer: str, nproc: int, task: Task, *faults: str) -> Job:
-    module, arguments = TRAINERS[trainer].program(task)
-    found = find_spec(module)
-    assert found is not None
-    job = run_job(zygote, run_dir, nproc, script=str(found.origin), args=arguments, faults=faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-    return job
 
 
 def residues(job: Job, rank: int) -> list[tuple[int, int, int]]:
@@ -46,7 +34,7 @@ def residues(job: Job, rank: int) -> list[tuple[int, int, int]]:
 @pytest.mark.long
 @pytest.mark.parametrize(("trainer", "incidents"), SCRIPTED)
 def test_many_incidents_leave_nothing_behind(
-    nemo_zygote: Zygote, tmp_path: Path, trainer: str, incidents: int
+    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, trainer: str, incidents: int
 ) -> None:
     """The other ranks raise and die by turns; rank 0 lives through it all."""
     ranks = 4 if incidents == INCIDENTS else 2
@@ -55,9 +43,11 @@ def test_many_incidents_leave_nothing_behind(
         f"{'exception' if at % 3 else 'sigkill'}@{PHASES[at % 7]}:rank={1 + at % (ranks - 1)},step={4 * at + 2}"
         for at in range(incidents)
     ]
-    calm = train(nemo_zygote, tmp_path / "calm", trainer, ranks, task)
-    job = train(nemo_zygote, tmp_path / "rough", trainer, ranks, task, *faults)
-    job.assert_same(calm.steps, task.steps)
+    module, arguments = TRAINERS[trainer].program(task)
+    found = find_spec(module)
+    assert found is not None
+    trainings = Trainings(nemo_zygote, tmp_path_factory, str(found.origin))
+    job = trainings.rough(ranks, tuple(arguments), *faults, steps=task.steps)
     assert len(job.incidents) == incidents
     left = residues(job, 0)
     assert len(left) == incidents

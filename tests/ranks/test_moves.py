@@ -20,8 +20,8 @@ from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.system.environment import TOKEN_ENV
 from tests.ranks.agent_job import SCRIPTS, Job
+from tests.ranks.job_callbacks import AT_BATCH
 from tests.ranks.jobs import RUNNER, Scene, run_job, run_nodes
-from tests.ranks.moving import AT_BATCH
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_agent_nodes import TOKEN, Nodes
 from tests.waiting import wait_until
@@ -146,7 +146,7 @@ NEMO = (f"trainer.max_steps={STEPS}", "model.config.num_layers=2")
 def test_a_node_of_a_trainer_moves(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
     args: tuple[str, ...]
     script, args = RUNNER, NEMO
-    waits: tuple[str, ...] = ("callbacks.waits={_target_: tests.ranks.moving.Waits}",)
+    waits: tuple[str, ...] = ("callbacks.waits={_target_: tests.ranks.job_callbacks.Waits}",)
     if trainer == "lightning":
         script, args, waits = str(SCRIPTS / "lightning_fit.py"), (str(STEPS), "ddp"), ("waits",)
     calm = run_job(nemo_zygote, tmp_path / "calm", 4, script=script, args=args)

@@ -450,7 +450,7 @@ def main() -> None:
     norms = Norms()
     callbacks: list[Callback] = [norms, *([Swaps()] if "swaps" in FEATURES else []), *stock_callbacks(folder)]
     if "waits" in FEATURES:
-        from tests.ranks.moving import Waits
+        from tests.ranks.job_callbacks import Waits
 
         callbacks.append(Waits())
     if "saves" in FEATURES:
