@@ -17,7 +17,7 @@ from typing_extensions import override
 from checkpointless.callbacks.trainer_parts import job_step
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.integrations.torch.repeated_steps import digest_batch, repeated_steps
-from checkpointless.observability.telemetry.steps import StepExtras, StepLog
+from checkpointless.observability.telemetry.steps import StepLog
 from checkpointless.recovery.manager import manager_of
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
@@ -40,14 +40,14 @@ def _complete_parameters(trainer: pl.Trainer) -> None:
         strategy.megatron_parallel.force_param_sync()
 
 
-def _extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> StepExtras:
+def _extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> dict[str, Any]:
     """Return what is recorded of a trainer besides loss and parameters. A ``state_dict`` may be collective."""
     manager = manager_of(active_call_wrapper())
     strategy: Any = trainer.strategy
     journal = strategy.journal() if hasattr(strategy, "journal") else None
     optimizers: list[Any] = list(trainer.strategy.optimizers)
     rates = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
-    return StepExtras(
+    return dict(
         buffers=digest_buffers(filter(None, [trainer.strategy.model])),
         lr=tuple(float(rate).hex() for rate in rates if rate is not None),
         loss_scale=_loss_scales(trainer, optimizers),
@@ -58,6 +58,7 @@ def _extras_of(trainer: pl.Trainer, step: int, batch: str | None = None) -> Step
         own=manager.own.streams.digests(step) if manager is not None else None,
         batch=batch,
         epoch=trainer.current_epoch,
+        fit=_fit(trainer),
     )
 
 
@@ -203,7 +204,7 @@ class StepRecorder(Callback):
         states = manager.own.streams.newest(step)
         if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
             _leave_if_over()
-            repeated_steps.record(self._log, step, states.loss, params, extras, _fit(trainer))
+            repeated_steps.record(self._log, step, states.loss, params, **extras)
 
     @override
     def on_train_batch_start(
@@ -228,7 +229,7 @@ class StepRecorder(Callback):
             return
         loss = loss_of(outputs)
         _leave_if_over()
-        repeated_steps.record(self._log, step, loss, params, extras, _fit(trainer))
+        repeated_steps.record(self._log, step, loss, params, **extras)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: sums would depend on the ranks of a node
@@ -256,10 +258,10 @@ def _leave_out_saves(run: Recording) -> None:
         for record in records:
             callbacks = {
                 key: state
-                for key, state in (record.extras.callbacks or {}).items()
+                for key, state in (record.callbacks or {}).items()
                 if not key.startswith("ModelCheckpoint")
             }
-            kept.append(replace(record, extras=replace(record.extras, callbacks=callbacks)))
+            kept.append(structs.replace(record, callbacks=callbacks))
         run[rank] = kept
 
 

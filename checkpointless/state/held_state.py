@@ -63,7 +63,7 @@ class HeldState:
     is_superseded: bool = False
     has_replicas: bool = False
     given_up: str = ""
-    memory: list[object] = field(default_factory=list)
+    memory: list[Content] = field(default_factory=list)
 
     def go_back_to(self, stage: SnapshotPoint) -> dict[str, Any]:
         """Hold the state as it was at ``stage``, drop all other points, and return its non-tensor state."""
@@ -219,7 +219,9 @@ class HeldState:
         moved = {key: tensor for key, tensor in self.tensors.items() if tensor.dim() and not is_on_host(tensor)}
         copied = _host_memory.copy(Content(b"", tuple(moved.values())), recorded())
         self.tensors.update(zip(moved, copied.tensors))
-        self.memory.append(copied.memory)
+        used = {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
+        made = [*self.memory, copied]
+        self.memory = [each for each in made if used & {t.untyped_storage().data_ptr() for t in each.tensors}]
 
 
 def _without_gradients(state: TrainingState) -> dict[Key, torch.Tensor]:

@@ -75,17 +75,17 @@ def _course_of(recording: Recording, steps: int) -> _Course:
     first = min(record.step for record in records)
     last = min(max(record.step for record in records), first + steps - 1)
     rank = min(recording)
-    epochs = {record.step: record.extras.epoch for record in recording[rank] if record.extras.epoch is not None}
+    epochs = {record.step: record.epoch for record in recording[rank] if record.epoch is not None}
     epoch_ends = [step for step in range(first, last) if _changes(epochs, step)]
     validated = {each.step for each in recording.validations.get(rank, ())}
-    validated |= {record.step - 1 for record in recording[rank] if record.extras.validated}
+    validated |= {record.step - 1 for record in recording[rank] if record.validated}
     return _Course(
         first=first,
         last=last,
         ranks=len(recording),
         epoch_ends=tuple(epoch_ends) if 2 * len(epoch_ends) < last - first else (),  # else each is an epoch
         validations=tuple(sorted(step for step in validated if first <= step < last)),
-        is_lightning=any(record.extras.callbacks is not None for record in records),
+        is_lightning=any(record.callbacks is not None for record in records),
     )
 
 
@@ -148,7 +148,7 @@ _COMPUTED = frozenset(
         Quantity.LOSS_SCALE,
     }
 )
-_OF_HOOKS = (Quantity.CALLBACK, Quantity.MODULE, Quantity.DATA)
+_OF_HOOKS = (Quantity.CALLBACKS, Quantity.MODULE, Quantity.DATA)
 _CITED = re.compile(r"docs/contract\.md, (\d)")
 _MESSAGE = re.compile(r"^(?:WARNING|ERROR) (checkpointless[\w.]*): (.*)$", re.MULTILINE)
 _FAULTS_ROOM = "checkpointless.faults"  # whose messages announce the faults

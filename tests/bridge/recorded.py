@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.steps import StepRecord
@@ -11,10 +11,7 @@ from tests.ranks.jobs import Job
 
 def without_streams(steps: Steps) -> dict[int, list[StepRecord]]:
     """Leave random streams out: Bridge's checkpoints have those of one data-parallel rank for all."""
-    return {
-        rank: [replace(record, extras=replace(record.extras, own=None)) for record in records]
-        for rank, records in steps.items()
-    }
+    return {rank: [replace(record, own=None) for record in records] for rank, records in steps.items()}
 
 
 def require_same_from_the_checkpoint(calm: Job, job: Job) -> None:

@@ -54,12 +54,12 @@ def test_callbacks_validations_and_checkpoints_are_recorded_and_compared(
     assert verdict.equal, verdict.sentence
     assert verdict.not_compared == ()
     steps = first.steps
-    extras = steps[0][-1].extras
+    extras = steps[0][-1]
     assert extras.buffers is not None
     assert extras.data is not None
     assert [float.fromhex(rate) for rate in extras.lr or ()] == pytest.approx([1e-3] * len(extras.lr or ()))
     assert any("Average" in key for key in extras.callbacks or ())
-    assert len({record.extras.data for record in steps[0]}) == STEPS, "the data moves on with every step"
+    assert len({record.data for record in steps[0]}) == STEPS, "the data moves on with every step"
     assert [record.step for record in steps.validations[1]] == [2, 4, 6]
     losses = [float.fromhex(record.metrics["val_loss"]) for record in steps.validations[0]]
     assert losses == sorted(losses, reverse=True)

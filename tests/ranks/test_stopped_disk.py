@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,39 +198,3 @@ def test_a_job_ends_while_its_events_cannot_be_written(tmp_path: Path) -> None:
     assert (first.code, second.code) == (0, 0), first.err + second.err
     for node, ended in enumerate((first, second)):
         assert f"the disk of {run_dir} does not answer: the last events of node {node} may be lost" in ended.err
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system that can be frozen: whoever writes then waits in the kernel."""
-    image, disk = tmp_path / "image", tmp_path / "disk"
-    disk.mkdir()
-    with image.open("wb") as file:
-        file.truncate(32 * 1024 * 1024)
-    try:
-        subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True, timeout=60)
-        subprocess.run(["mount", "-o", "loop", str(image), str(disk)], check=True, capture_output=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"no file system can be made and mounted here: {error}")
-    yield disk
-    subprocess.run(["fsfreeze", "-u", str(disk)], capture_output=True, timeout=60, check=False)
-    wait_until(lambda: subprocess.run(["umount", str(disk)], capture_output=True, check=False).returncode == 0)
-
-
-def disk_stops_for(disk: Path, folder: Path, for_s: float) -> None:
-    run_dir = disk / "run"
-    run_dir.mkdir()
-    job = TwoNodes(run_dir, folder / "notes")
-
-    def freeze() -> None:
-        subprocess.run(["fsfreeze", "-f", str(disk)], check=True, timeout=60)
-
-    def thaw() -> None:
-        subprocess.run(["fsfreeze", "-u", str(disk)], check=True, timeout=60)
-
-    stop_and_fail(job, "raise", freeze, thaw, for_s)
-    assert "the loss is not a number" in traceback_path(run_dir, 0, 1).read_text()
-
-
-def test_a_disk_that_stops_for_a_while_delays_nobody(disk: Path, tmp_path: Path) -> None:
-    disk_stops_for(disk, tmp_path, 2 * NODE_TIMEOUT_S)

@@ -22,7 +22,7 @@ from checkpointless.inprocess import HPCallWrapper, StateLostError, Unrecoverabl
 from checkpointless.inprocess.worker_streams import epochs_begun
 from checkpointless.inprocess.wrap import putting_back
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
-from checkpointless.observability.telemetry.steps import StepExtras, StepLog
+from checkpointless.observability.telemetry.steps import StepLog
 from checkpointless.recovery.guard import UpdateGuard, vote
 from checkpointless.recovery.manager import CheckpointManager, manager_of
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal
@@ -224,7 +224,7 @@ class JournaledTraining(FrontEnd):
         if self._log is None or (once and (self._log.last_step() or 0) >= self.step):
             return
         state, step, params = self.state, self.step, digest_parameters(self.state.modules)
-        extras = StepExtras(
+        extras = dict(
             buffers=digest_buffers(state.modules),
             lr=tuple(rate.hex() for rate in state.rates()),
             optimizer=MemoryChecksumManager().digest_all(state.shard()),
@@ -235,7 +235,7 @@ class JournaledTraining(FrontEnd):
         )
         repeated_steps.was_validated = False
         self._call.leave_if_over()  # what aborted collectives have left is not recorded
-        repeated_steps.record(self._log, step, loss, params, extras)
+        repeated_steps.record(self._log, step, loss, params, **extras)
 
     @override
     def committed(

@@ -145,10 +145,10 @@ class _RepeatedSteps:
         if others:
             self._tell(step, " and ".join(others), **facts)
 
-    def record(self, log: StepLog, step: int, loss: float | None, params: str, *more: Any) -> None:
+    def record(self, log: StepLog, step: int, loss: float | None, params: str, **more: Any) -> None:
         """Record a committed step with ``log``, and compare its parameters with those recorded before a fault."""
         before = None if self._is_first else log.earlier(step)
-        log.record(step, loss, params, *more)
+        log.record(step, loss, params, **more)
         if before is not None and before.params != params:
             self._tell(step, "ends with other parameters than before the fault")
 

@@ -8,19 +8,12 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from checkpointless.observability.telemetry.steps import Recording, StepRecord, ValidationRecord
 
 #: The steps of a run by rank, in the order in which they were recorded. All of a :class:`Recording` is compared.
 Steps = Mapping[int, Sequence[StepRecord]]
-
-
-class _Run(enum.Enum):
-    """One of the two runs that are compared."""
-
-    A = "A"
-    B = "B"
 
 
 class Quantity(enum.Enum):
@@ -36,26 +29,16 @@ class Quantity(enum.Enum):
     MODULE = "state of the module"
     DATA = "state of the data module"
     OWN = "rank-local state"
-    CALLBACK = "state of callback"
+    CALLBACKS = "state of callback"
     METRIC = "of the validation after"
     CHECKPOINTS = "checkpoints"
 
 
 _ORDER = {quantity: place for place, quantity in enumerate(Quantity)}
-#: The fields of a step's extras that are compared as they are.
-_FIELDS = {
-    Quantity.BATCH: "batch",
-    Quantity.BUFFERS: "buffers",
-    Quantity.OPTIMIZER: "optimizer",
-    Quantity.LR: "lr",
-    Quantity.LOSS_SCALE: "loss_scale",
-    Quantity.MODULE: "module",
-    Quantity.DATA: "data",
-}
-#: The fields that have a value for each name.
-_BY_NAME = {Quantity.OWN: "own", Quantity.CALLBACK: "callbacks"}
+#: What a record of a step has, in fields that are named like these.
+_OF_STEPS = [each for each in Quantity if each not in (Quantity.METRIC, Quantity.CHECKPOINTS)]
 _NOTHING, _LEFT_OUT = "-", ""  # the latter is the digest of what is no plain data and is not restored after a fault
-_OF_CALLBACK = f"{Quantity.CALLBACK.value} "
+_OF_CALLBACK = f"{Quantity.CALLBACKS.value} "
 
 #: A quantity, and the name of the callback, attribute or metric ("" if there is none).
 What = tuple[Quantity, str]
@@ -65,11 +48,10 @@ _Record = TypeVar("_Record", StepRecord, ValidationRecord)
 _Validations = Mapping[_Place, Sequence[ValidationRecord]]
 
 
-@dataclass(frozen=True)
-class _StepPlace:
-    """A step of one rank of one run."""
+class _StepPlace(NamedTuple):
+    """A step of one rank of one run, ``A`` or ``B``."""
 
-    run: _Run
+    run: str
     rank: int
     step: int
 
@@ -196,12 +178,12 @@ def compare(
         without: what is not compared.
         gone_back: for each run, the committed steps that no rank held any more, so that they were redone.
     """
-    made = {_Run.A: _by_place(a), _Run.B: _by_place(b)}
+    made = {"A": _by_place(a), "B": _by_place(b)}
     due = {(rank, step) for rank in {*a, *b} for step in _expected([*a.values(), *b.values()])}
     twice = [
         _StepPlace(run, *place) for run, found in made.items() for place in sorted(found) if len(found[place]) > 1
     ]
-    made_again = tuple(place for place in twice if place.step in gone_back[place.run is _Run.B])
+    made_again = tuple(place for place in twice if place.step in gone_back[place.run == "B"])
     common, of_run = _recorded(a) & _recorded(b), _of_each_run(a, b)
     again = (
         _different(place.rank, place.step, _values(first), _values(later), common)
@@ -211,14 +193,14 @@ def compare(
     )
     found = (each for each in itertools.chain(differences(a, b), *again) if each.what not in without | of_run)
     difference = min(found, key=lambda each: each.step, default=None)
-    shared = made[_Run.A].keys() & made[_Run.B].keys()
+    shared = made["A"].keys() & made["B"].keys()
     verdict = Verdict(
         equal=False,
         difference=difference,
         steps=len({step for _, step in shared}),
         ranks=tuple(sorted({rank for rank, _ in shared})),
         repeated=tuple(place for place in twice if place not in made_again),
-        missing=tuple(_StepPlace(run, *place) for run in _Run for place in sorted(due - made[run].keys())),
+        missing=tuple(_StepPlace(run, *place) for run in "AB" for place in sorted(due - made[run].keys())),
         made_again=made_again,
         not_compared=(
             *sorted(
@@ -253,11 +235,12 @@ def _values(record: StepRecord | ValidationRecord) -> _Values:
     if isinstance(record, ValidationRecord):
         callbacks = {f"{_OF_CALLBACK}{key}": record.callbacks[key] for key in sorted(record.callbacks)}
         return {(Quantity.METRIC, name): value for name, value in {**record.metrics, **callbacks}.items()}
-    values: dict[What, Any] = {(Quantity.LOSS, ""): record.loss, (Quantity.PARAMS, ""): record.params}
-    values |= {(quantity, ""): getattr(record.extras, field) for quantity, field in _FIELDS.items()}
-    for quantity, field in _BY_NAME.items():
-        values |= {(quantity, name): value for name, value in (getattr(record.extras, field) or {}).items()}
-    return {what: value for what, value in values.items() if value is not None}
+    values: dict[What, Any] = {}
+    for quantity in _OF_STEPS:
+        found = getattr(record, quantity.name.lower())
+        named = found if isinstance(found, Mapping) else {"": found}
+        values |= {(quantity, name): value for name, value in named.items() if value is not None}
+    return values
 
 
 def _recorded(run: Steps) -> set[What]:
@@ -277,7 +260,7 @@ def _different(rank: int, step: int, a: _Values, b: _Values, common: Set[What]) 
         one, other = a.get(what), b.get(what)
         quantity, name = what
         is_metric = quantity is Quantity.METRIC
-        of = (Quantity.CALLBACK, name.removeprefix(_OF_CALLBACK)) if name.startswith(_OF_CALLBACK) else None
+        of = (Quantity.CALLBACKS, name.removeprefix(_OF_CALLBACK)) if name.startswith(_OF_CALLBACK) else None
         is_common = what in common or (is_metric and (of is None or of in common))
         is_known = quantity is not Quantity.BATCH or None not in (one, other)  # not if recorded after a fault
         if one != other and is_common and is_known and _LEFT_OUT not in (one, other):
@@ -304,7 +287,7 @@ def _irregular_validations(a: _Validations | None, b: _Validations | None) -> di
     if a is None or b is None:
         return {}
     repeated, again, missing = list[_StepPlace](), list[_StepPlace](), list[_StepPlace]()
-    for run, own, other in ((_Run.A, a, b), (_Run.B, b, a)):
+    for run, own, other in (("A", a, b), ("B", b, a)):
         for place in sorted(own):
             first, *others = own[place]
             if others:
@@ -349,5 +332,5 @@ def _distance(a: str, b: str) -> float | None:
 
 
 def _places(places: Sequence[_StepPlace], shown: int = 3) -> str:
-    text = ", ".join(f"{place.step} on rank {place.rank} of run {place.run.value}" for place in places[:shown])
+    text = ", ".join(f"{place.step} on rank {place.rank} of run {place.run}" for place in places[:shown])
     return text + (f" and {len(places) - shown} more" if len(places) > shown else "")

@@ -200,42 +200,40 @@ def append_line(path: Path, line: str) -> None:
         raise OSError(f"{path}: only {written} of {len(data)} bytes were written")
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the JSON objects of a file of JSON lines, each after its line number, counted from 1.
+def read_lines(path: Path, kind: type[_Parsed]) -> Iterator[_Parsed]:
+    """Yield what the lines of a file of JSON lines say, as objects of a class of msgspec's; nothing without a file.
 
     A line that a writer was killed on may lack its end. If it is the last line, it is skipped; if another writer
     has appended a line to it, the appended line is yielded. Lines that are broken in another way are skipped, with
     one warning for all of them.
     """
-    yield from _parsed(path, _object_of, "JSON object")
+    return _parsed(path, lambda line: _checked(_object_of(line), kind), kind.__name__)
 
 
 def read_events(run_dir: Path) -> list[Event]:
     """Return all events of a run, including those of this process; one warning counts lines that are no events."""
     scribe.flush()
-    path = run_dir / EVENTS_FILE
-    if not path.exists():
-        return []
-    return [event for _, event in _parsed(path, parse_event, "event")]
+    return [*_parsed(run_dir / EVENTS_FILE, parse_event, "event")]
 
 
 def parse_event(line: bytes) -> Event | None:
     """Parse a line of the log; return None if it is not an event."""
     record = _object_of(line)
-    own = None if record is None else _checked(record)
+    own = _checked(record, _EventLine)
     if record is None or own is None:
         return None
     known: dict[str, Any] = {key: getattr(own, key) for key in _OWN_KEYS} | {"stage": event_name(own.stage)}
     return Event(**known, fields={key: value for key, value in record.items() if key not in _OWN_KEYS})
 
 
-def _parsed(path: Path, parse: Callable[[bytes], _Parsed | None], kind: str) -> Iterator[tuple[int, _Parsed]]:
-    """Yield what ``parse`` makes of each whole line, after its number; leave other lines out, with one warning."""
+def _parsed(path: Path, parse: Callable[[bytes], _Parsed | None], kind: str) -> Iterator[_Parsed]:
+    """Yield what ``parse`` makes of each whole line; leave other lines out, with one warning."""
     odd = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    data = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         found = parse(line)
         if found is not None:
-            yield number, found
+            yield found
         else:
             odd.append(number)
     if odd:
@@ -320,12 +318,12 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _checked(record: dict[str, Any]) -> _EventLine | None:
-    """Return what a line must have, if it has it; None if the line is not an event."""
+def _checked(record: dict[str, Any] | None, kind: type[_Parsed]) -> _Parsed | None:
+    """Return what a line must have, if it has it; else None."""
     try:
-        return msgspec.convert(record, _EventLine)
+        return None if record is None else msgspec.convert(record, kind)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
-        logger.debug("a line is not an event: %s", error)
+        logger.debug("a line is no %s: %s", kind.__name__, error)
         return None
 
 

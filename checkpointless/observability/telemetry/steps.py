@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from checkpointless.observability.telemetry.events import append_line, read_lines
 from checkpointless.observability.telemetry.scribe import scribe
@@ -20,53 +20,41 @@ _WAIT_S = 1.0
 _STEPS, _VALIDATIONS, _CHECKPOINTS = "rank-", "validation-rank-", "checkpoints.jsonl"
 
 
-@dataclass(frozen=True)
-class StepExtras:
-    """What is recorded of a step besides loss and parameters.
+class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Record of one optimizer step on one rank; None for what the run does not have or did not record.
 
-    None means that the run does not have the item or did not record it.
+    Between two fits, numbers of steps are left out.
     """
 
+    step: int
+    loss: str  # as ``float.hex()`` gives it ("-": not known)
+    params: str
+    fit: int = 1  # the fit of the block that made the step, counted from 1
     buffers: str | None = None
     lr: tuple[str, ...] | None = None  # learning rate of every parameter group, as ``float.hex()`` gives it
     loss_scale: tuple[str, ...] | None = None
-    callbacks: Mapping[str, str] | None = None
+    callbacks: dict[str, str] | None = None
     module: str | None = None
     data: str | None = None
     optimizer: str | None = None
     # digest of each value of the rank-local state (plain attributes or declared state) and of the random streams,
     # by name; "" of what is left out, as it is no plain data or too large
-    own: Mapping[str, str] | None = None
+    own: dict[str, str] | None = None
     batch: str | None = None
     epoch: int | None = None  # a number that changes with the epoch; not compared
-    # whether a loop of one's own used another loader since the step before; not compared
-    validated: bool | None = None
+    validated: bool | None = None  # whether a loop used another loader since the step before; not compared
 
 
-NO_EXTRAS = StepExtras()
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """Record of one optimizer step on one rank; ``loss`` is as ``float.hex()`` gives it ("-": not known).
-
-    ``fit`` is the fit of the block that made the step, counted from 1. Between two fits, numbers are left out.
-    """
-
-    step: int
-    loss: str
-    params: str
-    extras: StepExtras = NO_EXTRAS
-    fit: int = 1
-
-
-@dataclass(frozen=True)
-class ValidationRecord:
+class ValidationRecord(msgspec.Struct, frozen=True):
     """Record of one validation on one rank: its final metrics by name, each as ``float.hex()`` gives it."""
 
     step: int
-    metrics: Mapping[str, str]
-    callbacks: Mapping[str, str] = field(default_factory=dict)
+    metrics: dict[str, str]
+    callbacks: dict[str, str] = {}
+
+
+class _CheckpointsRecord(msgspec.Struct, frozen=True):
+    checkpoints: tuple[tuple[str, ...], ...]
 
 
 def exact_loss(loss: float | None) -> str:
@@ -121,28 +109,25 @@ class StepLog:
             return None
         return cls(run_dir, own_rank())
 
-    def record(
-        self, step: int, loss: float | None, params: str, extras: StepExtras = NO_EXTRAS, fit: int = 1
-    ) -> None:
-        """Append one step; raise ``OSError`` if this line or an earlier one could not be written: holes would prove
-        nothing.
+    def record(self, step: int, loss: float | None, params: str, **more: Any) -> None:
+        """Append one step, with ``more`` fields of :class:`StepRecord`.
+
+        Raises:
+            OSError: this line or an earlier one could not be written: holes would prove nothing.
         """
-        known = {name: value for name, value in vars(extras).items() if value is not None}
-        later = {"fit": fit} if fit > 1 else {}
-        self._append(self.path, {"step": step, "loss": exact_loss(loss), "params": params, **known, **later})
+        self._append(self.path, StepRecord(step, exact_loss(loss), params, **more))
 
     def record_validation(self, step: int, metrics: Mapping[str, float], callbacks: Mapping[str, str]) -> None:
         """Append one validation, with the digest of each callback's state after it, by its state key."""
         exact = {name: float(value).hex() for name, value in metrics.items()}
-        self._append(self._validations, {"step": step, "metrics": exact, "callbacks": dict(callbacks)})
+        self._append(self._validations, ValidationRecord(step, exact, dict(callbacks)))
 
     def record_checkpoints(self, names: Iterable[Iterable[str]]) -> None:
         """Append the names of the checkpoints that exist, on one rank of a job. The last record counts."""
-        self._append(self._checkpoints, {"checkpoints": [sorted(each) for each in names]})
+        self._append(self._checkpoints, _CheckpointsRecord(tuple(tuple(sorted(each)) for each in names)))
 
-    def _append(self, path: Path, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, separators=(",", ":"))
-        if scribe.put(functools.partial(self._write, path, line)):
+    def _append(self, path: Path, record: msgspec.Struct) -> None:
+        if scribe.put(functools.partial(self._write, path, msgspec.json.encode(record).decode())):
             scribe.flush(_WAIT_S)
         else:
             self._error = OSError(f"{path}: the disk does not answer, and too much waits for it")
@@ -159,67 +144,28 @@ class StepLog:
         """Return what was last recorded of ``step`` before this log began to record; None if nothing was."""
         if self._earlier is None:
             scribe.flush()
-            found = _read(self.path) if self.path.exists() else []
-            self._earlier = {record.step: record for record in found if record.step >= step}
+            self._earlier = {each.step: each for each in read_lines(self.path, StepRecord) if each.step >= step}
         return self._earlier.pop(step, None)
 
     def last_step(self) -> int | None:
         """Return the highest step that this process or an earlier one of this rank recorded; None without any."""
         scribe.flush()
-        if not self.path.exists():
-            return None
-        return max((record.step for record in _read(self.path)), default=None)
+        return max((record.step for record in read_lines(self.path, StepRecord)), default=None)
 
 
 def read_steps(run_dir: Path) -> Recording:
     """Read everything that was recorded of a run, repeated steps included; ``FileNotFoundError`` if nothing was."""
-    steps = {rank: _read(path) for rank, path in _by_rank(run_dir, _STEPS)}
+    steps = {rank: [*read_lines(path, StepRecord)] for rank, path in _by_rank(run_dir, _STEPS)}
     if not steps:
         raise FileNotFoundError(f"{run_dir} has no recorded steps: was it run with --record-steps?")
-    validations = {rank: _read_validations(path) for rank, path in _by_rank(run_dir, _VALIDATIONS)}
-    return Recording(steps, validations, _read_checkpoints(run_dir / STEPS_DIR / _CHECKPOINTS))
+    validations = {rank: [*read_lines(path, ValidationRecord)] for rank, path in _by_rank(run_dir, _VALIDATIONS)}
+    found = [*read_lines(run_dir / STEPS_DIR / _CHECKPOINTS, _CheckpointsRecord)]
+    return Recording(steps, validations, found[-1].checkpoints if found else None)
 
 
 def _by_rank(run_dir: Path, prefix: str) -> list[tuple[int, Path]]:
     numbers = ((path.stem.removeprefix(prefix), path) for path in (run_dir / STEPS_DIR).glob(f"{prefix}*.jsonl"))
     return sorted((int(number), path) for number, path in numbers if number.isdecimal())
-
-
-def _read(path: Path) -> list[StepRecord]:
-    return [
-        StepRecord(
-            int(record["step"]),
-            str(record["loss"]),
-            str(record["params"]),
-            _extras(record),
-            int(record.get("fit", 1)),
-        )
-        for _, record in read_lines(path)
-        if {"step", "loss", "params"} <= record.keys()
-    ]
-
-
-def _extras(record: Mapping[str, Any]) -> StepExtras:
-    known: dict[str, Any] = {name: record[name] for name in vars(NO_EXTRAS) if record.get(name) is not None}
-    for name in ("lr", "loss_scale"):
-        if name in known:
-            known[name] = tuple(known[name])
-    return StepExtras(**known)
-
-
-def _read_validations(path: Path) -> list[ValidationRecord]:
-    return [
-        ValidationRecord(int(record["step"]), record["metrics"], record.get("callbacks", {}))
-        for _, record in read_lines(path)
-        if {"step", "metrics"} <= record.keys()
-    ]
-
-
-def _read_checkpoints(path: Path) -> tuple[tuple[str, ...], ...] | None:
-    found = None
-    for _, record in read_lines(path) if path.exists() else ():
-        found = record.get("checkpoints", found)
-    return None if found is None else tuple(tuple(each) for each in found)
 
 
 def _end_torn_line(path: Path) -> None:

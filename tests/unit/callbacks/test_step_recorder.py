@@ -13,7 +13,7 @@ from checkpointless.callbacks import step_recorder
 from checkpointless.callbacks.step_recorder import StepRecorder
 from checkpointless.inprocess import RankShouldRestart
 from checkpointless.integrations.torch.loop import JournaledTraining
-from checkpointless.observability.telemetry.steps import NO_EXTRAS, StepLog
+from checkpointless.observability.telemetry.steps import StepLog
 
 pytestmark = pytest.mark.nemo
 
@@ -39,7 +39,7 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 
     monkeypatch.setattr(step_recorder, "active_call_wrapper", lambda: call)
     monkeypatch.setattr(step_recorder, "_complete_parameters", lambda trainer: None)
-    monkeypatch.setattr(step_recorder, "_extras_of", lambda *_: NO_EXTRAS)
+    monkeypatch.setattr(step_recorder, "_extras_of", lambda *_: {})
     monkeypatch.setattr(step_recorder, "_digest_of_parameters", digest)
     monkeypatch.setattr("checkpointless.integrations.torch.loop.digest_parameters", digest)
     return call

@@ -13,7 +13,7 @@ from checkpointless.recovery import LocalCheckpointManager
 from checkpointless.replication import DirectoryStore
 from checkpointless.replication.local_checkpoint import AsyncRequest
 from tests.ranks.local_checkpoint_ranks import Writer, bits, state
-from tests.unit.local_checkpoint.disk import files
+from tests.unit.local_checkpoint.conftest import files
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from checkpointless.replication import MemoryStore, register_store, store
 from checkpointless.replication.parts import PartId, SaveId
 from checkpointless.replication.store import _FileName
 from tests.ranks.local_checkpoint_ranks import bits, state
-from tests.unit.local_checkpoint.disk import fail, files
+from tests.unit.local_checkpoint.conftest import files
 
 PART = PartId(SaveId(5, "0123456789abcdef00000000"), 3)
 
@@ -78,7 +79,7 @@ def test_a_full_disk_costs_the_save_and_leaves_the_one_before(
 ) -> None:
     manager.save(state(0, 5), 5)
     with monkeypatch.context() as full:
-        full.setattr(store.os, call, fail(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(store.os, call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         manager.save(state(0, 6), 6)
     assert "part 0 of iteration 6 cannot be written by rank 0: [Errno 28] No space left on device" in caplog.text
     assert "iteration 6 is not kept: no undamaged copy is left of part 0 of iteration 6" in caplog.text
@@ -92,7 +93,7 @@ def test_a_disk_without_room_is_not_written_to(
 ) -> None:
     room = SimpleNamespace(f_bavail=1, f_frsize=4096)
     monkeypatch.setattr(store.os, "statvfs", lambda path: room)
-    monkeypatch.setattr(store.os, "open", fail(OSError("it was written to")))
+    monkeypatch.setattr(store.os, "open", Mock(side_effect=OSError("it was written to")))
     manager.save({"weights": torch.zeros(2048)}, 1)
     assert re.search(
         r"iteration 1 cannot be written by rank 0: .* 8\d+ bytes are needed and 4096 are free", caplog.text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.observability.report.verify import Difference, Quantity
-from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepLog, StepRecord
+from checkpointless.observability.telemetry.steps import Recording, StepLog, StepRecord
 from checkpointless.testing import rehearsal as pages
 from checkpointless.testing.jobs import Ended
 from checkpointless.testing.rehearsal import (
@@ -35,8 +35,9 @@ def differs(quantity: Quantity, name: str = "", step: int = 3) -> Difference:
 
 
 def run(*params: str, batch: str = "x", own: Mapping[str, str] | None = None) -> Recording:
-    extras = StepExtras(buffers="b", batch=batch, own=own)
-    return Recording({0: [StepRecord(n, "-", each, extras) for n, each in enumerate(params, 1)]}, {0: ()}, None)
+    kept = None if own is None else dict(own)
+    records = [StepRecord(n, "-", each, 1, "b", batch=batch, own=kept) for n, each in enumerate(params, 1)]
+    return Recording({0: records}, {0: ()}, None)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ def run(*params: str, batch: str = "x", own: Mapping[str, str] | None = None) ->
         ([differs(Quantity.PARAMS), differs(Quantity.OWN, "module.norms")], [], True, (2,)),
         ([differs(Quantity.LOSS), differs(Quantity.BATCH), differs(Quantity.OWN, "Mean.mean")], [], True, (5, 2)),
         ([differs(Quantity.BATCH)], ["declare it: state=... (docs/contract.md, 3)"], False, (5, 3)),
-        ([differs(Quantity.CALLBACK, "EMA")], [], True, (1,)),
-        ([differs(Quantity.CALLBACK, "EMA"), differs(Quantity.LOSS)], [], True, (4, 1)),
+        ([differs(Quantity.CALLBACKS, "EMA")], [], True, (1,)),
+        ([differs(Quantity.CALLBACKS, "EMA"), differs(Quantity.LOSS)], [], True, (4, 1)),
         ([differs(Quantity.LOSS), differs(Quantity.OWN, "state.norms")], [], False, (4, 3)),
         ([differs(Quantity.LOSS), differs(Quantity.OWN, "M.norms")], [LEFT_OUT], True, (2,)),
         ([differs(Quantity.PARAMS)], ["declare it: state=... (docs/contract.md, 3)"], False, (3,)),
@@ -79,7 +80,7 @@ class Job:
     def __init__(self, run_dir: Path, *params: str, has_fault: bool = True, said: str = "") -> None:
         log = StepLog(run_dir, 0)
         for step, each in enumerate(params, 1):
-            log.record(step, None, each, StepExtras(buffers="b", batch="x"))
+            log.record(step, None, each, buffers="b", batch="x")
         log.last_step()
         (run_dir / "logs").mkdir()
         (run_dir / "logs" / "rank-0.log").write_text(said)
@@ -115,7 +116,7 @@ def test_a_run_that_differs_is_inexact_with_what_the_engine_said_of_it(tmp_path:
 
 def test_a_finished_step_that_is_made_twice_is_not_exact(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", *"pqrs")
-    StepLog(job.run_dir, 0).record(3, None, "r", StepExtras(buffers="b", batch="x"))
+    StepLog(job.run_dir, 0).record(3, None, "r", buffers="b", batch="x")
     found = job.judged()
     assert (found.outcome, found.why) == (_Outcome.INEXACT, "repeated steps: 3 on rank 0 of run B")
 

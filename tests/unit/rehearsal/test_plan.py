@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpointless.faults.spec import FaultKind, FaultPhase, parse
-from checkpointless.observability.telemetry.steps import Recording, StepExtras, StepRecord, ValidationRecord
+from checkpointless.observability.telemetry.steps import Recording, StepRecord, ValidationRecord
 from checkpointless.testing.rehearsal import _Course, _course_of, _draw
 
 OF_UPDATE = {
@@ -23,12 +23,10 @@ def recording(steps: range, *, epoch: int = 0, loop: bool = True, validated: tup
             step,
             "0x1.0p+0",
             "digest",
-            StepExtras(
-                buffers="b",
-                callbacks=None if loop else {},
-                epoch=(step - 1) // epoch if epoch else None,
-                validated=step - 1 in validated or None if loop else None,
-            ),
+            buffers="b",
+            callbacks=None if loop else {},
+            epoch=(step - 1) // epoch if epoch else None,
+            validated=step - 1 in validated or None if loop else None,
         )
         for step in steps
     ]

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointless.replication import DirectoryStore, MemoryStore, PartStore
-from checkpointless.replication.copier import Copier, Making, Place
+from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
+from checkpointless.replication import DirectoryStore, MemoryStore, PartStore, copier
+from checkpointless.replication.copier import Copier, Making, Place, _Lane
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from checkpointless.replication.store import _PartFile
@@ -82,25 +83,25 @@ def memory(store: MemoryStore, neighbor: Neighbor | None = None, present: frozen
     return Place("memory", store, True, exchange, present)
 
 
-def copier_of(lineage: _Lineage, *places: Place) -> Copier:
+def made_copier(lineage: _Lineage, *places: Place) -> Copier:
     return Copier("copying", places, keep, lineage.has)
 
 
-def begin(copier: Copier, save: SaveId, value: float, *places: Place) -> tuple[Making, Callable[[], object]]:
+def begin(by: Copier, save: SaveId, value: float, *places: Place) -> tuple[Making, Callable[[], object]]:
     """Begin to copy a state, and return a reference to its live tensor, too."""
     live = [torch.full((1000,), value)]
 
     def take() -> Content:
-        copied = copier.pool.copy(Content(b"", tuple(live)))
+        copied = by.pool.copy(Content(b"", tuple(live)))
         live.clear()
         return copied
 
-    return copier.begin(save, take, places), weakref.ref(live[0])
+    return by.begin(save, take, places), weakref.ref(live[0])
 
 
-def copied(copier: Copier, save: SaveId, value: float, *places: Place) -> Making:
+def copied(by: Copier, save: SaveId, value: float, *places: Place) -> Making:
     """Copy a state, and wait until it has arrived."""
-    making, _ = begin(copier, save, value, *places)
+    making, _ = begin(by, save, value, *places)
     assert making.arrived.wait(LIMIT_S)
     return making
 
@@ -127,7 +128,7 @@ def test_a_write_that_a_fault_leaves_is_of_the_bytes_that_it_began_with(tmp_path
     """Two later generations copy other steps while the first one's writer is stuck."""
     slow, store = SlowStore(tmp_path / "copies"), DirectoryStore(tmp_path / "copies")
     stuck = Place("directory", slow)
-    first = copier_of(FIRST, stuck)
+    first = made_copier(FIRST, stuck)
     copied(first, named(FIRST, 1), 1, stuck)
     assert slow.asked.wait(LIMIT_S)
     first.leave()
@@ -136,7 +137,7 @@ def test_a_write_that_a_fault_leaves_is_of_the_bytes_that_it_began_with(tmp_path
     for generation in (1, 2):
         lineage = lineage.begin(generation, 1)
         place = Place("directory", store)
-        later = copier_of(lineage, place)
+        later = made_copier(lineage, place)
         making = copied(later, named(lineage, 2), 10 * generation, place)
         wait_until(lambda making=making: making.written.is_set())  # type: ignore[misc]
         assert value_of(store, named(lineage, 2)) == 10 * generation
@@ -151,13 +152,13 @@ def test_a_step_that_a_generation_goes_on_from_stays_until_it_is_copied_again() 
     neighbor, store = Neighbor(), MemoryStore()
     neighbor.go_on.set()
     before = memory(store, neighbor)
-    first = copier_of(FIRST, before)
+    first = made_copier(FIRST, before)
     copied(first, named(FIRST, 1), 1, before)
     first.leave()
     neighbor.go_on.clear()
     lineage, store = FIRST.begin(1, 1), store.copy()
     place = memory(store, neighbor, before.present)
-    later = copier_of(lineage, place)
+    later = made_copier(lineage, place)
     making, _ = begin(later, named(lineage, 1), 1, place)
     assert making.copied.wait(LIMIT_S)
     assert parts_of(store) == {1: {0, 1}}
@@ -175,7 +176,7 @@ def test_memory_keeps_its_newest_complete_step_whatever_went_to_a_directory_sinc
     neighbor, store = Neighbor(), MemoryStore()
     neighbor.go_on.set()
     place, directory = memory(store, neighbor), Place("directory", DirectoryStore(tmp_path / "copies"))
-    made = copier_of(FIRST, place, directory)
+    made = made_copier(FIRST, place, directory)
     copied(made, named(FIRST, 2), 2, place)
     copied(made, named(FIRST, 3), 3, directory)
     neighbor.go_on.clear()
@@ -193,7 +194,7 @@ def test_a_neighbor_that_is_gone_is_known_before_anybody_goes_on_and_holds_nothi
     neighbor = Neighbor()
     neighbor.error = RuntimeError("gone")
     place = memory(MemoryStore(), neighbor)
-    made = copier_of(FIRST, place)
+    made = made_copier(FIRST, place)
     making, live = begin(made, named(FIRST, 1), 1, place)
     assert making.copied.wait(LIMIT_S)
     wait_until(lambda: live() is None)
@@ -207,7 +208,7 @@ def test_a_neighbor_that_is_gone_is_known_before_anybody_goes_on_and_holds_nothi
 def test_a_directory_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> None:
     gone = Place("gone", GoneStore(tmp_path / "gone"))
     other = Place("other", DirectoryStore(tmp_path / "other"))
-    made = copier_of(FIRST, gone, other)
+    made = made_copier(FIRST, gone, other)
     try:
         copied(made, named(FIRST, 1), 1, gone, other)
         wait_until(lambda: other.present == {named(FIRST, 1)})
@@ -216,3 +217,42 @@ def test_a_directory_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> N
         GoneStore.over.set()
         made.leave()
     wait_until(lambda: made.has_ended)
+
+
+# --- lanes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_an_error_ends_a_lane_and_is_logged_unless_a_fault_has_ended_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_left: bool
+) -> None:
+    monkeypatch.setattr(copier, "_LEAVING_S", 0.05)
+    lane, begun, go_on, done = _Lane("copying"), threading.Event(), threading.Event(), list[str]()
+
+    def fail() -> None:
+        begun.set()
+        go_on.wait(LIMIT_S)
+        raise RuntimeError("a disk is gone")
+
+    lane.do(fail)
+    lane.do(lambda: done.append("later"))
+    assert begun.wait(LIMIT_S)
+    assert not lane.is_idle
+    if is_left:
+        lane.leave()
+    go_on.set()
+    wait_until(lambda: lane.has_ended)
+    assert lane.is_idle
+    assert not done
+    words = "copying: no task is done any more until the next recovery: a disk is gone"
+    assert (words in caplog.text) is not is_left
+
+
+def test_a_call_that_does_not_return_is_not_waited_for_for_ever() -> None:
+    go_on = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        run_in_helper_thread(lambda: go_on.wait(LIMIT_S), 0.05)
+    go_on.set()
+    assert run_in_helper_thread(lambda: 3, LIMIT_S) == 3
+    with pytest.raises(ZeroDivisionError):
+        run_in_helper_thread(lambda: 1 / 0, LIMIT_S)

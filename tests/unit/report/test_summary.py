@@ -10,7 +10,7 @@ from checkpointless.observability.report.summary import RunState, build_report
 from checkpointless.observability.telemetry.events import Event
 from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun
-from tests.unit.report.reports import LOGS, as_json, report_of, simple_run
+from tests.unit.report.reports import LOGS, as_json, html_page, report_of, simple_run
 
 
 def test_what_no_event_says_is_unknown() -> None:
@@ -59,3 +59,27 @@ def test_json_says_what_the_report_says() -> None:
     assert document["outcomes"] == {"resumed": 1, "resumed, not exact": 0, "escalated": 0, "failed": 0}
     periods = document["time"]["periods"]
     assert sum(period["seconds"] for period in periods) == document["goodput"]["wall_s"] == 100.0
+
+
+def test_failed_device_checks_and_saves_are_shown_everywhere_and_in_order() -> None:
+    run = MadeUpRun()
+    run.start()
+    assert not any(title in html_page(report_of(run), {}) for title in ("device checks", "not saved"))
+    for at_s, remedy in ((31.1, "try"), (35.1, "give_up")):
+        why = "the device check exited with 1: <b>"
+        run.add(at_s, "bad_device", "point", rank=1, node_number=0, why=why, remedy=remedy)
+    run.add(31.0, "save_failed", "point", rank=0, path="/ckpt/step=5", reason="no mount", ranks=[0, 1])
+    run.add(20.0, "save_failed", "point", rank=1, path="/ckpt/step=3", reason="disk <full>", ranks=[1])
+    report = report_of(run)
+    found = json.loads(as_json(report))
+    assert [(each["node"], each["rank"], each["remedy"]) for each in found["devices"]] == [
+        ("0", 1, "try"),
+        ("0", 1, "give_up"),
+    ]
+    assert found["failed_saves"] == [
+        {"path": "/ckpt/step=3", "reason": "disk <full>", "ranks": [1]},
+        {"path": "/ckpt/step=5", "reason": "no mount", "ranks": [0, 1]},
+    ]
+    page = html_page(report, {})
+    for shown in ("the device check exited with 1: &lt;b&gt;", "give_up", "disk &lt;full&gt;", "/ckpt/step=5"):
+        assert shown in page

@@ -1,17 +1,16 @@
 """Test the comparison of two runs."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from checkpointless.observability.report.verify import Difference, Quantity, _Run, _StepPlace, compare
+from checkpointless.observability.report.verify import Difference, Quantity, _StepPlace, compare
 from checkpointless.observability.telemetry.steps import (
     Recording,
-    StepExtras,
     StepLog,
     StepRecord,
     ValidationRecord,
@@ -32,8 +31,7 @@ runs = st.builds(run, st.integers(1, 4), st.integers(1, 8))
 
 
 def with_own(name: str, *digests: str) -> Recorded:
-    extras = [StepExtras(own={name: digest}) for digest in digests]
-    return {0: [replace(record, extras=each) for record, each in zip(run(1, len(digests))[0], extras)]}
+    return {0: [replace(record, own={name: each}) for record, each in zip(run(1, len(digests))[0], digests)]}
 
 
 @pytest.mark.parametrize("name", ["random stream numpy", "Speed.began"])
@@ -62,7 +60,7 @@ def test_a_step_that_was_lost_and_made_again_is_compared() -> None:
     rough[1].insert(4, rough[1][3])
     verdict = compare(calm, rough, gone_back=(frozenset(), frozenset({4})))
     assert verdict.equal, verdict.sentence
-    assert verdict.made_again == (_StepPlace(_Run.B, 1, 4),)
+    assert verdict.made_again == (_StepPlace("B", 1, 4),)
     assert verdict.sentence.endswith("bit by bit; gone back, and made again: steps 4 on rank 1 of run B")
     assert not compare(calm, rough).equal
     assert not compare(calm, rough, gone_back=(frozenset({4}), frozenset())).equal, (
@@ -117,7 +115,7 @@ def test_a_step_made_twice_is_never_equal(steps: Recorded, data: st.DataObject) 
     rank = data.draw(st.sampled_from(sorted(steps)))
     again = data.draw(st.sampled_from(steps[rank]))
     repeated = {**steps, rank: [*steps[rank], again]}
-    for verdict, which in ((compare(repeated, steps), (_Run.A,)), (compare(repeated, repeated), (_Run.A, _Run.B))):
+    for verdict, which in ((compare(repeated, steps), ("A",)), (compare(repeated, repeated), ("A", "B"))):
         assert not verdict.equal
         assert verdict.repeated == tuple(_StepPlace(run, rank, again.step) for run in which)
         assert "repeated steps" in verdict.sentence
@@ -130,7 +128,7 @@ def test_a_step_that_is_missing_is_never_equal(steps: Recorded, data: st.DataObj
     short = {**steps, rank: [record for record in steps[rank] if record is not lost]}
     verdict = compare(steps, short)
     assert not verdict.equal
-    assert verdict.missing == (_StepPlace(_Run.B, rank, lost.step),)
+    assert verdict.missing == (_StepPlace("B", rank, lost.step),)
 
 
 def test_numbers_between_two_fits_are_not_missed() -> None:
@@ -138,10 +136,10 @@ def test_numbers_between_two_fits_are_not_missed() -> None:
     fits = {0: [StepRecord(step, "0x0.0p+0", "p", fit=1 + (step > 4)) for step in (1, 2, 3, 4, 10, 11, 12)]}
     assert compare(fits, fits).equal
     torn = {0: [record for record in fits[0] if record.step != 11]}
-    assert compare(fits, torn).missing == (_StepPlace(_Run.B, 0, 11),)
+    assert compare(fits, torn).missing == (_StepPlace("B", 0, 11),)
 
 
-EXTRAS = StepExtras(
+EXTRAS: dict[str, Any] = dict(
     buffers="b",
     lr=((0.1).hex(), (0.2).hex()),
     loss_scale=("scale=0x1.0p+16",),
@@ -155,10 +153,9 @@ def recording(
     steps: int = 4,
     validated: tuple[int, ...] = (2, 4),
     checkpoints: tuple[tuple[str, ...], ...] | None = (("step=2", "step=4"),),
-    extras: StepExtras = EXTRAS,
 ) -> Recording:
     """Make up a recording of two ranks with all that can be recorded."""
-    records = {rank: [replace(record, extras=extras) for record in run] for rank, run in run_of(2, steps).items()}
+    records = {rank: [replace(record, **EXTRAS) for record in run] for rank, run in run_of(2, steps).items()}
     metrics = {"val_loss": (1.5).hex()}
     validations = {
         rank: [ValidationRecord(step, metrics, {"Average": "1"}) for step in validated] for rank in (0, 1)
@@ -171,10 +168,7 @@ run_of = run
 
 def changed_at(step: int, rank: int, **changes: Any) -> Recording:
     found = recording()
-    found[rank] = [
-        replace(record, extras=replace(record.extras, **changes)) if record.step >= step else record
-        for record in found[rank]
-    ]
+    found[rank] = [replace(record, **changes) if record.step >= step else record for record in found[rank]]
     return found
 
 
@@ -187,7 +181,7 @@ def changed_at(step: int, rank: int, **changes: Any) -> Recording:
         ({"module": "n"}, "state of the module of step 3 on rank 1 differs"),
         ({"data": "e"}, "state of the data module of step 3 on rank 1 differs"),
         (
-            {"callbacks": {**(EXTRAS.callbacks or {}), "Average": "2"}},
+            {"callbacks": {**EXTRAS["callbacks"], "Average": "2"}},
             "state of callback Average of step 3 on rank 1 differs",
         ),
         (
@@ -224,7 +218,7 @@ def test_validations_are_compared_by_what_they_ended_with() -> None:
 
 def test_a_validation_that_is_missing_makes_runs_unequal() -> None:
     fewer = compare(recording(validated=(4,)), recording())
-    assert fewer.missing_validations == tuple(_StepPlace(_Run.A, rank, 2) for rank in (0, 1))
+    assert fewer.missing_validations == tuple(_StepPlace("A", rank, 2) for rank in (0, 1))
     assert "missing validations after steps: 2 on rank 0 of run A" in fewer.sentence
     assert not compare(recording(), recording(validated=())).equal
 
@@ -232,7 +226,7 @@ def test_a_validation_that_is_missing_makes_runs_unequal() -> None:
 def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
     more = compare(recording(), recording(validated=(2, 2, 4)))
     assert more.equal
-    assert more.again == tuple(_StepPlace(_Run.B, rank, 2) for rank in (0, 1))
+    assert more.again == tuple(_StepPlace("B", rank, 2) for rank in (0, 1))
     assert more.sentence.endswith(
         "bit by bit; validated again, with the same results, after steps: "
         "2 on rank 0 of run B, 2 on rank 1 of run B"
@@ -243,7 +237,7 @@ def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
         other.validations = {**other.validations, 1: [changed, *rest]}
         verdict = compare(recording(), other)
         assert not verdict.equal
-        assert verdict.repeated_validations == (_StepPlace(_Run.B, 1, 2),)
+        assert verdict.repeated_validations == (_StepPlace("B", 1, 2),)
         assert verdict.sentence == (
             "not equal: repeated validations of different results after steps: 2 on rank 1 of run B"
             "; validated again, with the same results, after steps: 2 on rank 0 of run B"
@@ -271,13 +265,13 @@ def test_what_an_older_recording_lacks_is_not_compared_and_said() -> None:
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:
     log = StepLog(tmp_path, 0)
-    log.record(1, 0.5, "p", EXTRAS)
+    log.record(1, 0.5, "p", **EXTRAS)
     log.record(2, 0.25, "q")
     log.record_validation(2, {"val_loss": 1.5}, {"Average": "1"})
     log.record_checkpoints([["b", "a"]])
     log.record_checkpoints([["b", "a", "c"], []])
     found = read_steps(tmp_path)
-    assert found == {0: [StepRecord(1, (0.5).hex(), "p", EXTRAS), StepRecord(2, (0.25).hex(), "q")]}
+    assert found == {0: [StepRecord(1, (0.5).hex(), "p", **EXTRAS), StepRecord(2, (0.25).hex(), "q")]}
     assert found.validations == {0: [ValidationRecord(2, {"val_loss": (1.5).hex()}, {"Average": "1"})]}
     assert found.checkpoints == (("a", "b", "c"), ())
     (tmp_path / "steps" / "validation-rank-0.jsonl").write_text('{"step":2,"metrics":{},"callbacks":{}}\n{"step":')

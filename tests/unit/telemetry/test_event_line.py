@@ -81,31 +81,9 @@ ODD = st.one_of(
     st.lists(st.integers(0, 3) | st.text(max_size=2), max_size=3),
     st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
 )
-FIELDS = (
-    *GOOD,
-    "seconds",
-    "step",
-    "target",
-    "bytes",
-    "sources",
-    "tier",
-    "rung",
-    "why",
-    "reason",
-    "error",
-    "high_water",
-)
-FIELDS += (
-    "undetected_s",
-    "made",
-    "steps_lost",
-    "code",
-    "ranks",
-    "spec",
-    "path",
-    "is_final",
-    "nproc",
-)
+TIMES = "seconds", "step", "target", "bytes", "high_water", "undetected_s", "steps_lost", "nproc"
+WORDS = "sources", "tier", "rung", "why", "reason", "error", "made", "code", "ranks", "spec", "path", "is_final"
+FIELDS = *GOOD, *TIMES, *WORDS
 
 
 @example([(EventName.JOB, "end", {"seconds": None})])
