@@ -278,20 +278,11 @@ def _torch() -> Any:
 # requested. An iterator that has failed is of no use afterwards anyway.
 
 
-class _Worker(Protocol):
-    """A worker process of a data loader."""
-
-    pid: int
-
-    def is_alive(self) -> bool:
-        """Return whether the process runs."""
-
-
 class WorkersIterator(Protocol):
     """Torch's iterator over a ``DataLoader`` with workers (``_MultiProcessingDataLoaderIter``)."""
 
     _sampler_iter: Iterator[object]
-    _workers: Sequence[_Worker]
+    _workers: Sequence[Any]  # Any: processes
 
     def __iter__(self) -> Iterator[object]:
         """Return the iterator itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,14 +27,6 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 * 1024 * 1024
 _HEADER_BYTES = 2 * 1024 * 1024 * 1024  # the most that a header may claim to take
 _HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class _Link:
-    """Whom this rank sends to in a turn, and whom it receives from."""
-
-    receiver: int
-    sender: int
 
 
 class CliqueExchange:
@@ -56,47 +48,45 @@ class CliqueExchange:
             laid_out = replace(part, content=pool.copy(part.content))
         header = nothing if laid_out is None else to_tensor(laid_out.header(), _HOST)
         for distance in range(1, len(self.members)):
-            link = _Link(
-                self.members[(self._place + distance) % len(self.members)],
-                self.members[(self._place - distance) % len(self.members)],
-            )
-            arrived = self._turn(header, nothing if laid_out is None else _flat(laid_out), link, pool)
+            receiver = self.members[(self._place + distance) % len(self.members)]
+            sender = self.members[(self._place - distance) % len(self.members)]
+            arrived = self._turn(header, nothing if laid_out is None else _flat(laid_out), receiver, sender, pool)
             if arrived is not None:
-                yield link.sender, arrived
+                yield sender, arrived
 
-    def _turn(self, header: torch.Tensor, memory: torch.Tensor, link: _Link, pool: HostMemoryPool) -> Part | None:
+    def _turn(
+        self, header: torch.Tensor, memory: torch.Tensor, receiver: int, sender: int, pool: HostMemoryPool
+    ) -> Part | None:
         """Send this rank's part to one member, if there is room for it, and receive that of another one."""
         told = torch.zeros(2, dtype=torch.int64)
-        self._pass([torch.tensor([header.numel(), _digest(header)])], [told], link)
+        self._pass([torch.tensor([header.numel(), _digest(header)])], [told], receiver, sender)
         nbytes, digest = map(int, told)
         if not 0 <= nbytes <= _HEADER_BYTES:
-            raise ValueError(f"rank {link.sender} announced a header of {nbytes} bytes")
+            raise ValueError(f"rank {sender} announced a header of {nbytes} bytes")
         theirs = torch.empty(nbytes, dtype=torch.uint8)
-        self._pass(_chunks(header), _chunks(theirs), link)
-        room = _room(theirs, digest, link.sender, pool) if nbytes else None
-        is_wanted = self._is_wanted(room is not None, link)
-        self._pass(_chunks(memory) if is_wanted else [], _chunks(_flat(room)) if room is not None else [], link)
-        return room if room is not None and _is_whole(room, link.sender) else None
+        self._pass(_chunks(header), _chunks(theirs), receiver, sender)
+        room = _room(theirs, digest, sender, pool) if nbytes else None
+        answer = torch.zeros(1, dtype=torch.uint8)  # whether the receiver has room
+        self._pass([torch.tensor([room is not None], dtype=torch.uint8)], [answer], sender, receiver)
+        mine, its = _chunks(memory) if answer.item() else [], _chunks(_flat(room)) if room is not None else []
+        self._pass(mine, its, receiver, sender)
+        return room if room is not None and _is_whole(room, sender) else None
 
-    def _is_wanted(self, wants: bool, link: _Link) -> bool:
-        """Answer the sender whether there is room, and return what the receiver says of this rank's part."""
-        told = torch.zeros(1, dtype=torch.uint8)
-        self._pass([torch.tensor([wants], dtype=torch.uint8)], [told], _Link(link.sender, link.receiver))
-        return bool(told.item())
-
-    def _pass(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], link: _Link) -> None:
+    def _pass(
+        self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], receiver: int, sender: int
+    ) -> None:
         """Send ``mine`` to one rank, and receive ``theirs`` from another, at the same time."""
         if self._device == _HOST:
-            works: list[Any] = [dist.irecv(each, link.sender, group=self._group) for each in theirs]
-            works += [dist.isend(each, link.receiver, group=self._group) for each in mine]
+            works: list[Any] = [dist.irecv(each, sender, group=self._group) for each in theirs]
+            works += [dist.isend(each, receiver, group=self._group) for each in mine]
             for work in works:
                 work.wait()
             return
         for number in range(max(len(mine), len(theirs))):  # through the GPU, a chunk at a time
             room = [torch.empty_like(each, device=self._device) for each in theirs[number : number + 1]]
             sent = [each.to(self._device) for each in mine[number : number + 1]]
-            operations = [dist.P2POp(dist.irecv, each, link.sender, self._group) for each in room]
-            operations += [dist.P2POp(dist.isend, each, link.receiver, self._group) for each in sent]
+            operations = [dist.P2POp(dist.irecv, each, sender, self._group) for each in room]
+            operations += [dist.P2POp(dist.isend, each, receiver, self._group) for each in sent]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             for place, each in zip(theirs[number : number + 1], room):

@@ -32,7 +32,7 @@ from checkpointless.inprocess.exceptions import line_of
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.observability.telemetry.wording import size
 from checkpointless.replication.parts import Content, Part, PartError, PartId, SaveId
-from checkpointless.replication.store import DirectoryStore, read_part, write_part
+from checkpointless.replication.store import DirectoryStore
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.port import SnapshotPoint, StepSnapshot
@@ -213,7 +213,7 @@ class _Offering:
                 raise ValueError("who asks for it does not know the secret")
             connection.settimeout(_TRANSFER_TIMEOUT_S)
             stream.write(_mac(self._secret, b"offer", theirs, mine))
-            write_part(self._part, stream)
+            self._part.write_to(stream)
 
 
 def _shut(connection: socket.socket) -> None:
@@ -264,7 +264,7 @@ def _receive(address: str, port: str, secret: str) -> Part:
             stream.flush()
             if not hmac.compare_digest(stream.read(_NONCE), _mac(key, b"offer", mine, theirs)):
                 raise PartError(f"what listens at {address}:{port} does not know the secret")
-            return read_part(stream, None, f"the part from {address}:{port}")
+            return Part.read_from(stream, None, f"the part from {address}:{port}")
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:

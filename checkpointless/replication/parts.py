@@ -7,8 +7,10 @@ the digest of each of them; the header's own digest goes with it.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedIOBase
 from typing import Annotated, Protocol
 
 import msgspec
@@ -21,6 +23,14 @@ from checkpointless.state.serialization.tensor_memory import dtype_name, dtype_o
 
 _SAVE = r"iter_(?P<iteration>\d{10,})\.(?P<token>[0-9a-f]{24})"
 _SAVE_NAME = re.compile(_SAVE)
+# A part in a file or on a stream, all numbers little-endian::
+#
+#     magic, 8 bytes | length of the header, 8 bytes | its digest, 8 bytes | header | raw tensors, end to end
+#
+# Nothing is parsed whose digest is not right, and nothing in it is evaluated.
+_MAGIC = b"CKPTPRT3"
+_PREFACE = struct.Struct("<8sQQ")
+_MOST_OF_A_HEADER = 1 << 32
 _CHUNK_BYTES = 64 * 1024 * 1024
 _PART_NAME = re.compile(_SAVE + r"\.part_(?P<part>\d+)")
 
@@ -191,6 +201,39 @@ class Part:
         shapes = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in self.content.tensors]
         tensors = [(*shape, each) for shape, each in zip(shapes, self.digests, strict=True)]
         return msgspec.msgpack.encode(Header(str(self.id), self.world_size, self.content.structure, tensors))
+
+    def write_to(self, file: BufferedIOBase) -> None:
+        """Write a part as part files have it."""
+        header = self.header()
+        file.write(_PREFACE.pack(_MAGIC, len(header), xxhash.xxh3_64_intdigest(header)) + header)
+        for tensor in self.content.tensors:
+            for chunk in chunks(tensor):
+                file.write(chunk)
+
+    @classmethod
+    def read_from(cls, file: BufferedIOBase, size: int | None, name: str) -> Part:
+        """Return the part that :meth:`write_to` wrote (of ``size`` bytes, as far as known) after comparing every
+        digest; raise ``PartError`` with ``name`` if it is damaged.
+        """
+        preface = file.read(_PREFACE.size)
+        if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
+            raise PartError(f"{name} is truncated, or no part file of this version")
+        _, length, digest = _PREFACE.unpack(preface)
+        data = file.read(length) if length < (size or _MOST_OF_A_HEADER) else b""
+        if len(data) < length or xxhash.xxh3_64_intdigest(data) != digest:
+            raise PartError(f"{name} is truncated or damaged: its header has another digest")
+        try:
+            header = Header.parse(data)
+            nbytes = sum(tensor.nbytes for tensor in header.empty())
+            if size not in (None, _PREFACE.size + length + nbytes):
+                raise PartError(f"it has {size} bytes, and not {_PREFACE.size + length + nbytes}")
+            part = cls.within(header, [torch.empty_like(each, device="cpu") for each in header.empty()])
+            for tensor in part.content.tensors:
+                file.readinto(tensor_bytes(tensor).numpy().data)
+            part.verify()
+        except PartError as error:
+            raise PartError(f"{name} is truncated or damaged: {error}") from error
+        return part
 
     def verify(self) -> None:
         """Compare every digest; raise ``PartError`` if a tensor is damaged."""

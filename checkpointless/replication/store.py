@@ -10,20 +10,14 @@ import logging
 import os
 import re
 import stat
-import struct
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import torch
-import xxhash
-
-from checkpointless.replication.parts import Header, Part, PartError, PartId, SaveId, chunks
-from checkpointless.state.serialization.tensor_memory import tensor_bytes
+from checkpointless.replication.parts import Part, PartError, PartId, SaveId
 
 logger = logging.getLogger(__name__)
 
@@ -175,16 +169,8 @@ def write_parts(store: PartStore, parts: Sequence[Part], holder: int) -> int:
 
 # --- A directory of part files: what it contains and what can be used -------------------------------------------
 #
-# A part is one file, all numbers little-endian::
-#
-#     magic, 8 bytes | length of the header, 8 bytes | its digest, 8 bytes | header | raw tensors, end to end
-#
-# The file is written under another name, synced and renamed, so it is whole or absent. Nothing is parsed whose
-# digest is not right, and nothing in it is evaluated.
+# The file is written under another name, synced and renamed, so it is whole or absent.
 
-_MAGIC = b"CKPTPRT3"
-_PREFACE = struct.Struct("<8sQQ")
-_MOST_OF_A_HEADER = 1 << 32
 _FILE_NAME = re.compile(
     r"(?P<hidden>\.?)(?P<save>iter_\d{10,}\.[0-9a-f]{24})\.of_(?P<world_size>\d+)\.part_(?P<part>\d+)"
     r"\.held_(?P<holder>\d+)\.ckpt(?P<unfinished>(\.tmp)?)"
@@ -217,40 +203,6 @@ class _FileName:
         return cls(id_, int(found["world_size"]), int(found["holder"])), not found["unfinished"]
 
 
-def write_part(part: Part, file: BufferedIOBase) -> None:
-    """Write a part as part files have it."""
-    header = part.header()
-    file.write(_PREFACE.pack(_MAGIC, len(header), xxhash.xxh3_64_intdigest(header)) + header)
-    for tensor in part.content.tensors:
-        for chunk in chunks(tensor):
-            file.write(chunk)
-
-
-def read_part(file: BufferedIOBase, size: int | None, name: str) -> Part:
-    """Return the part that :func:`write_part` wrote (of ``size`` bytes, as far as known) after comparing every
-    digest; raise ``PartError`` with ``name`` if it is damaged.
-    """
-    preface = file.read(_PREFACE.size)
-    if len(preface) < _PREFACE.size or not preface.startswith(_MAGIC):
-        raise PartError(f"{name} is truncated, or no part file of this version")
-    _, length, digest = _PREFACE.unpack(preface)
-    data = file.read(length) if length < (size or _MOST_OF_A_HEADER) else b""
-    if len(data) < length or xxhash.xxh3_64_intdigest(data) != digest:
-        raise PartError(f"{name} is truncated or damaged: its header has another digest")
-    try:
-        header = Header.parse(data)
-        nbytes = sum(tensor.nbytes for tensor in header.empty())
-        if size not in (None, _PREFACE.size + length + nbytes):
-            raise PartError(f"it has {size} bytes, and not {_PREFACE.size + length + nbytes}")
-        part = Part.within(header, [torch.empty_like(each, device="cpu") for each in header.empty()])
-        for tensor in part.content.tensors:
-            file.readinto(tensor_bytes(tensor).numpy().data)
-        part.verify()
-    except PartError as error:
-        raise PartError(f"{name} is truncated or damaged: {error}") from error
-    return part
-
-
 @dataclass(frozen=True)
 class _PartFile:
     """A copy of a part as a file."""
@@ -261,7 +213,7 @@ class _PartFile:
     def read(self, is_shared: bool = False) -> Part:
         """Read the file; raise ``PartError`` if it is damaged, or not the part that its name says."""
         with open(self.path, "rb") as file:
-            part = read_part(file, os.fstat(file.fileno()).st_size, str(self.path))
+            part = Part.read_from(file, os.fstat(file.fileno()).st_size, str(self.path))
         if (part.id, part.world_size) != (self.name.id, self.name.world_size):
             raise PartError(f"{self.path} is {part.id} of {part.world_size} ranks, and not what its name says")
         return part
@@ -297,7 +249,7 @@ class DirectoryStore:
         descriptor = os.open(unfinished, flags, 0o600)
         try:
             with open(descriptor, "wb") as file:
-                write_part(part, file)
+                part.write_to(file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, self.root / str(name))

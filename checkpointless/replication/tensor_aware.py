@@ -148,14 +148,8 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 # --- forms -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How states of a class are taken apart, unchanged, into a tree of values and tensors, and put together."""
-
-    taken_apart: Callable[[Any], Tree]
-    put_together: Callable[[Tree], Any]
-
-
+#: What takes a state apart, unchanged, into a tree of values and tensors, and what puts it together.
+_Form = tuple[Callable[[Any], Tree], Callable[[Tree], Any]]
 _FORM = "checkpointless.form"  # the key of a stored state's class
 _forms: dict[str, _Form] = {}
 #: Classes of others, with the module of ours that registers their form when it is imported.
@@ -177,7 +171,7 @@ def register_form(kind: type, taken_apart: Callable[[Any], Tree], put_together: 
         taken_apart: returns a tree of plain values and tensors (nested dicts, lists and tuples); changes no state.
         put_together: makes a state of the class from such a tree, whose tensors are in host memory.
     """
-    _forms[_name(kind)] = _Form(taken_apart, put_together)
+    _forms[_name(kind)] = taken_apart, put_together
 
 
 def is_tensor_aware(state: object) -> bool:
@@ -197,7 +191,7 @@ def content_of(state: Tree) -> Content:
         raise StateTreeError(f"state is a {name}, which is not known: give it to register_form, on every rank")
     if state.is_hollow:
         raise StateTreeError("state is hollow: put its tensors back first (insert_tensors)")
-    return Content.of({_FORM: name, "state": _plain(form.taken_apart(state))})
+    return Content.of({_FORM: name, "state": _plain(form[0](state))})
 
 
 def _plain(value: Any) -> Any:
@@ -222,7 +216,7 @@ def state_of(content: Content) -> Tree:
         raise ValueError(
             f"{state[_FORM]} is not known on this rank: call register_form in a module that it imports"
         )
-    return form.put_together(state["state"])
+    return form[1](state["state"])
 
 
 def _form(name: str) -> _Form | None:
@@ -284,4 +278,4 @@ def _here(kind: str) -> torch.device:
 
 
 register_form(BasicTensorAwareStateDict, _basic_apart, _basic_together)
-_forms[f"{_NVRX}.BasicTensorAwareStateDict"] = _Form(_basic_apart, _nvrx_together)
+_forms[f"{_NVRX}.BasicTensorAwareStateDict"] = _basic_apart, _nvrx_together

@@ -7,9 +7,9 @@ copy of the newest step that exists for all ranks.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
+import pkgutil
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -265,10 +265,9 @@ def make_tiers(settings: Mapping[str, Mapping[str, Any] | None]) -> list[Tier]:
 
 
 def _imported(name: str) -> type[Tier]:
-    module, _, attribute = name.rpartition(".")
     try:
-        kind = getattr(importlib.import_module(module), attribute) if module else None
-    except (ImportError, AttributeError):
+        kind = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
         kind = None
     if not isinstance(kind, type) or not issubclass(kind, Tier):
         raise ValueError(f"no tier is called {name}: use {', '.join(TIERS)}, or the dotted name of your class")

@@ -347,6 +347,32 @@ class ChaosConfig:
             f"--nproc {self.most_ranks} --chaos-case {case.number}"
         )
 
+    def run(self, console: Console) -> int:
+        """Run all cases and show their results; return 0 if every case ended as it must, else 1."""
+        cases = self.drawn()
+        shown = "one case" if self.only is not None else f"{len(cases)} cases"
+        console.print(
+            f"chaos: {shown} of seed {self.seed}, trainer {self.trainer.name}; faults will be injected; "
+            "importing the frameworks once ..."
+        )
+        runner = _Runner(self)
+        results = []
+        for index, case in enumerate(cases, start=1):
+            result = runner.run(case)
+            results.append(result)
+            _say(console, index, len(cases), result)
+            if result.problem:
+                console.print(f"    repeat it: {self.repeat(case)}")
+            elif self.only is None:
+                shutil.rmtree(runner.directory(case))
+        console.print(_table(results))
+        wrong = [result for result in results if result.problem]
+        console.print(
+            f"{len(results) - len(wrong)} of {len(results)} cases ended as they must"
+            + (f"; logs of the others: {self.run_dir}" if wrong else "")
+        )
+        return 1 if wrong else 0
+
 
 @dataclass(frozen=True)
 class _Result:
@@ -355,33 +381,6 @@ class _Result:
     case: _Case
     problem: str = ""
     seconds: float | None = None
-
-
-def run_chaos(config: ChaosConfig, console: Console) -> int:
-    """Run all cases and show their results; return 0 if every case ended as it must, else 1."""
-    cases = config.drawn()
-    shown = "one case" if config.only is not None else f"{len(cases)} cases"
-    console.print(
-        f"chaos: {shown} of seed {config.seed}, trainer {config.trainer.name}; faults will be injected; "
-        "importing the frameworks once ..."
-    )
-    runner = _Runner(config)
-    results = []
-    for index, case in enumerate(cases, start=1):
-        result = runner.run(case)
-        results.append(result)
-        _say(console, index, len(cases), result)
-        if result.problem:
-            console.print(f"    repeat it: {config.repeat(case)}")
-        elif config.only is None:
-            shutil.rmtree(runner.directory(case))
-    console.print(_table(results))
-    wrong = [result for result in results if result.problem]
-    console.print(
-        f"{len(results) - len(wrong)} of {len(results)} cases ended as they must"
-        + (f"; logs of the others: {config.run_dir}" if wrong else "")
-    )
-    return 1 if wrong else 0
 
 
 def _judge(case: _Case, ended: Ended, calm: Steps) -> _Result:

@@ -332,10 +332,62 @@ class _Page:
         steps = wording.plural(self.course.steps, "step")
         return f"exact: {steps} on {on}, bit by bit, in {wording.plural(tried, 'run')} with a fault each"
 
+    def show(self, console: Console) -> None:
+        """Print the page; long lines are left to the terminal, so that the last line is the verdict."""
 
-def without_folder(page: _Page) -> _Page:
-    """Return the page of a rehearsal whose runs are not kept."""
-    return replace(page, folder=None)
+        def say(text: str) -> None:
+            console.print(wording.printable(text, _LONGEST), soft_wrap=True)
+
+        course = self.course
+        if course is not None:
+            on, steps = wording.plural(course.ranks, "rank"), f"steps {course.first} to {course.last}"
+            say(f"rehearsal of {self.name}: {on}, {steps}, two runs without faults")
+            _say_all(say, _notes(self))
+        if self.results:
+            console.print(_table(self.results))
+            say(f"tried: {_tried(self.results)}")
+        for each in self.worst:
+            say(f"{each.trial.fault}: {each.why}{_contract(each)}")
+            _say_all(say, [f"said in that run: {text}" for text in each.said])
+        _say_all(say, [f"warning: {text}" for text in self.warnings])
+        if self.folder is not None:
+            say(
+                f"the runs are in {self.folder} (checkpointless report, verify); the same again: --seed {self.seed}"
+            )
+        say(self.sentence)
+
+    def as_json(self) -> str:
+        """Return the page as JSON."""
+        course = self.course
+        return json.dumps(
+            {
+                "name": self.name,
+                "verdict": {EXACT: "exact", INEXACT: "inexact", NOT_REHEARSED: "not rehearsed"}[self.status],
+                "sentence": self.sentence,
+                "problem": self.problem,
+                "first_step": None if course is None else course.first,
+                "last_step": None if course is None else course.last,
+                "ranks": None if course is None else course.ranks,
+                "faults": [
+                    {
+                        "fault": each.trial.fault,
+                        "after": each.trial.after,
+                        "outcome": each.outcome.value,
+                        "why": each.why,
+                        "contract": list(each.points),
+                        "said": list(each.said),
+                        "recovered_s": each.took_s,
+                        "rung": each.rung,
+                    }
+                    for each in self.results
+                ],
+                "not_compared": list(self.not_compared),
+                "warnings": list(self.warnings),
+                "seed": self.seed,
+                "folder": None if self.folder is None else str(self.folder),
+            },
+            indent=1,
+        )
 
 
 def _contract(result: _Result) -> str:
@@ -344,29 +396,6 @@ def _contract(result: _Result) -> str:
     named = " or ".join(f"{each} ({POINTS[each]})" for each in result.points)
     sure = "points to" if len(result.points) == 1 or result.said else "may be"
     return f"; this {sure} docs/contract.md, {named}"
-
-
-def show(page: _Page, console: Console) -> None:
-    """Print the page; long lines are left to the terminal, so that the last line is the verdict."""
-
-    def say(text: str) -> None:
-        console.print(wording.printable(text, _LONGEST), soft_wrap=True)
-
-    course = page.course
-    if course is not None:
-        on, steps = wording.plural(course.ranks, "rank"), f"steps {course.first} to {course.last}"
-        say(f"rehearsal of {page.name}: {on}, {steps}, two runs without faults")
-        _say_all(say, _notes(page))
-    if page.results:
-        console.print(_table(page.results))
-        say(f"tried: {_tried(page.results)}")
-    for each in page.worst:
-        say(f"{each.trial.fault}: {each.why}{_contract(each)}")
-        _say_all(say, [f"said in that run: {text}" for text in each.said])
-    _say_all(say, [f"warning: {text}" for text in page.warnings])
-    if page.folder is not None:
-        say(f"the runs are in {page.folder} (checkpointless report, verify); the same again: --seed {page.seed}")
-    say(page.sentence)
 
 
 def _notes(page: _Page) -> list[str]:
@@ -410,40 +439,6 @@ def _table(results: Sequence[_Result]) -> Table:
     return table
 
 
-def as_json(page: _Page) -> str:
-    """Return the page as JSON."""
-    course = page.course
-    return json.dumps(
-        {
-            "name": page.name,
-            "verdict": {EXACT: "exact", INEXACT: "inexact", NOT_REHEARSED: "not rehearsed"}[page.status],
-            "sentence": page.sentence,
-            "problem": page.problem,
-            "first_step": None if course is None else course.first,
-            "last_step": None if course is None else course.last,
-            "ranks": None if course is None else course.ranks,
-            "faults": [
-                {
-                    "fault": each.trial.fault,
-                    "after": each.trial.after,
-                    "outcome": each.outcome.value,
-                    "why": each.why,
-                    "contract": list(each.points),
-                    "said": list(each.said),
-                    "recovered_s": each.took_s,
-                    "rung": each.rung,
-                }
-                for each in page.results
-            ],
-            "not_compared": list(page.not_compared),
-            "warnings": list(page.warnings),
-            "seed": page.seed,
-            "folder": None if page.folder is None else str(page.folder),
-        },
-        indent=1,
-    )
-
-
 _CALM = ("calm-1", "calm-2")
 _RECORDS_NOTHING = (
     "no step was recorded: the training has to be Lightning's, NeMo's or Megatron-Bridge's, or a loop of one's own "
@@ -473,55 +468,54 @@ class Rehearsal:
         folder = None if self.in_place else self.folder / "folders" / name
         return Job(name, (config,), self.limit_s, self.steps, folder)
 
+    def run(self, say: Callable[[str], None]) -> _Page:
+        """Run the jobs of a rehearsal and judge them."""
+        rehearsal, name, folder, seed = self, self.name, self.folder, self.seed
+        if self.imports:
+            say("importing what the ranks need, once for all jobs")
+            try:
+                rehearsal = replace(self, config=import_once(self.config, folder / "imports.txt"))
+            except PlatformError as error:
+                return _Page(name, str(error), None, folder=folder, seed=seed)
+        calm = run_jobs([rehearsal.job(each) for each in _CALM], rehearsal.at_once, say)
+        course: _Course | None = None
+        try:
+            recordings = [_read(each) for each in calm]
+            course = _course_of(recordings[0], rehearsal.steps)
+            _require_begin(recordings[1], course.first)
+            whole = all(each.code is not None for each in calm)
+            reference, other = (_cut(each, course, whole) for each in recordings)
+            without = _require_steady(reference, other)
+            trials = _draw(course, rehearsal.faults, seed)
+        except (_NotRehearsed, ValueError) as error:
+            warnings = tuple(_messages_of([each.run_dir for each in calm]))
+            return _Page(name, str(error), course, warnings=warnings, folder=folder, seed=seed)
+        jobs = [rehearsal.job(f"fault-{number}", trial.fault) for number, trial in enumerate(trials, 1)]
+        ended = run_jobs(jobs, rehearsal.at_once, say)
+        results: list[_Result] = []
+        try:
+            for each in ended:
+                _require_begin(_read(each, may_fail=True), course.first)
+            pairs = zip(trials, ended, strict=True)
+            results += [_judge(trial, each, reference, course, without, whole) for trial, each in pairs]
+            is_tried = any(each.outcome is not _Outcome.NOT_TRIED for each in results)
+            problem = "" if is_tried else "none of the faults came: the runs never reached those points"
+        except _NotRehearsed as error:
+            problem = str(error)
+        return _Page(
+            name,
+            problem,
+            course,
+            tuple(results),
+            tuple(sorted(f"{each.value}{name and ' '}{name}" for each, name in without if not _is_random(name))),
+            tuple(_messages_of(each.run_dir for each in (*calm, *ended))),
+            folder,
+            seed,
+        )
+
 
 class _NotRehearsed(Exception):
     """Raised if a job cannot be rehearsed; the message says why and what to do."""
-
-
-def rehearse(rehearsal: Rehearsal, say: Callable[[str], None]) -> _Page:
-    """Run the jobs of a rehearsal and judge them."""
-    name, folder, seed = rehearsal.name, rehearsal.folder, rehearsal.seed
-    if rehearsal.imports:
-        say("importing what the ranks need, once for all jobs")
-        try:
-            rehearsal = replace(rehearsal, config=import_once(rehearsal.config, folder / "imports.txt"))
-        except PlatformError as error:
-            return _Page(name, str(error), None, folder=folder, seed=seed)
-    calm = run_jobs([rehearsal.job(each) for each in _CALM], rehearsal.at_once, say)
-    course: _Course | None = None
-    try:
-        recordings = [_read(each) for each in calm]
-        course = _course_of(recordings[0], rehearsal.steps)
-        _require_begin(recordings[1], course.first)
-        whole = all(each.code is not None for each in calm)
-        reference, other = (_cut(each, course, whole) for each in recordings)
-        without = _require_steady(reference, other)
-        trials = _draw(course, rehearsal.faults, seed)
-    except (_NotRehearsed, ValueError) as error:
-        warnings = tuple(_messages_of([each.run_dir for each in calm]))
-        return _Page(name, str(error), course, warnings=warnings, folder=folder, seed=seed)
-    jobs = [rehearsal.job(f"fault-{number}", trial.fault) for number, trial in enumerate(trials, 1)]
-    ended = run_jobs(jobs, rehearsal.at_once, say)
-    results: list[_Result] = []
-    try:
-        for each in ended:
-            _require_begin(_read(each, may_fail=True), course.first)
-        pairs = zip(trials, ended, strict=True)
-        results += [_judge(trial, each, reference, course, without, whole) for trial, each in pairs]
-        is_tried = any(each.outcome is not _Outcome.NOT_TRIED for each in results)
-        problem = "" if is_tried else "none of the faults came: the runs never reached those points"
-    except _NotRehearsed as error:
-        problem = str(error)
-    return _Page(
-        name,
-        problem,
-        course,
-        tuple(results),
-        tuple(sorted(f"{each.value}{name and ' '}{name}" for each, name in without if not _is_random(name))),
-        tuple(_messages_of(each.run_dir for each in (*calm, *ended))),
-        folder,
-        seed,
-    )
 
 
 def _read(ended: Ended, may_fail: bool = False) -> Recording:

@@ -70,7 +70,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _twice(options: argparse.Namespace) -> int:
-    from checkpointless.testing.demo.trainers import DemoError, Task, parse_layout
+    from checkpointless.testing.demo.trainers import DemoError, Task
 
     nproc, steps = options.nproc or 4, options.steps or 10
     middle, late = max(1, steps * 4 // 10), max(1, steps * 7 // 10)
@@ -80,7 +80,7 @@ def _twice(options: argparse.Namespace) -> int:
     ]
     trainer = _demo_trainer(options)
     try:
-        task = Task(nproc, steps, parse_layout(options.layout, trainer.keys), options.dropout)
+        task = Task(nproc, steps, trainer.layout(options.layout), options.dropout)
         trainer.check(task)
     except DemoError as error:
         raise UsageError(str(error)) from error
@@ -93,13 +93,13 @@ def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path
     from checkpointless.cli.tables import console, loss_table, show_report, verdict_table
     from checkpointless.observability.report.summary import build_report
     from checkpointless.observability.telemetry.steps import read_steps
-    from checkpointless.testing.demo.trainers import GLOBAL_BATCH, global_batch
+    from checkpointless.testing.demo.trainers import GLOBAL_BATCH
     from checkpointless.testing.jobs import Job, run_jobs
 
     page = console()
     layout = ", ".join(f"{key}={size}" for key, size in task.layout.items()) or "data parallel"
     page.print(f"{trainer.what}: {task.nproc} CPU ranks ({layout}), dropout {task.dropout:g}, in {run_dir}")
-    if trainer.name == _DEFAULT and (samples := global_batch(task)) != GLOBAL_BATCH:
+    if trainer.name == _DEFAULT and (samples := task.global_batch) != GLOBAL_BATCH:
         page.print(f"a step takes {samples} samples, not the recipe's {GLOBAL_BATCH}: whole microbatches for all")
     ended = []
     for name, specs in (("undisturbed", ()), ("disturbed", tuple(faults))):
@@ -147,7 +147,7 @@ def _chaos(options: argparse.Namespace) -> int:
     if options.chaos_case is not None and options.chaos_case >= options.chaos:
         raise UsageError(f"--chaos-case must be below {options.chaos}, not {options.chaos_case}")
     from checkpointless.cli.tables import console
-    from checkpointless.testing.chaos import ChaosConfig, run_chaos
+    from checkpointless.testing.chaos import ChaosConfig
 
     config = ChaosConfig(
         cases=options.chaos,
@@ -163,7 +163,7 @@ def _chaos(options: argparse.Namespace) -> int:
         config.drawn()  # what cannot be drawn is refused before a directory is made
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return run_chaos(replace(config, run_dir=new_run_dir(options.run_dir, "chaos")), console())
+    return replace(config, run_dir=new_run_dir(options.run_dir, "chaos")).run(console())
 
 
 COMMAND = Command(

@@ -7,6 +7,7 @@ import importlib.resources
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,19 +87,19 @@ def _add_rehearse_options(parser: argparse.ArgumentParser) -> None:
 def _rehearse(options: argparse.Namespace) -> int:
     program = _program(options)
     from checkpointless.cli.tables import console
-    from checkpointless.testing.rehearsal import EXACT, as_json, rehearse, show, without_folder
+    from checkpointless.testing.rehearsal import EXACT
 
     rehearsal = _configured(options, program)
     folder = rehearsal.folder
     is_kept = options.run_dir is not None
     try:
-        found = rehearse(rehearsal, say)
+        found = rehearsal.run(say)
         is_kept = is_kept or found.status != EXACT
-        found = found if is_kept else without_folder(found)
+        found = found if is_kept else replace(found, folder=None)
         if options.json:
-            out(as_json(found))
+            out(found.as_json())
         else:
-            show(found, console())
+            found.show(console())
         return found.status
     finally:
         shutil.rmtree(folder if not is_kept else folder / "folders", ignore_errors=True)

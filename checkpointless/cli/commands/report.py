@@ -49,17 +49,17 @@ def _check_run_dir(run_dir: Path) -> None:
 
 
 def _report_command(options: argparse.Namespace) -> int:
-    from checkpointless.observability.report.summary import as_json, build_job
+    from checkpointless.observability.report.summary import Job
 
     if len(options.run_dirs) > 1 and options.trace is not None:
         raise UsageError("--trace is of one run: name one run directory")
     built = [_read(run_dir) for run_dir in options.run_dirs]
     try:
-        job = build_job(report for report, _ in built)
+        job = Job.of(report for report, _ in built)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if options.json is not None:
-        _write(options.json, as_json(job) + "\n")
+        _write(options.json, job.as_json() + "\n")
     if options.html is not None:
         from checkpointless.cli.tables import html_page
 

@@ -27,7 +27,6 @@ from urllib.parse import urlsplit
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from checkpointless.observability.monitoring.metrics import Metrics, RunLog, Snapshot
-from checkpointless.observability.report.summary import goodput_as_json
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,8 @@ def _page_at(path: str, watch: _Watched) -> _Page | None:
     account = run_log.ask(now.high_water, has_account=is_known) if run_log is not None else None
     account = account if now.job is not None else None
     if path == "/status":
-        said = {**_plain(now), "goodput": goodput_as_json(account.goodput if account is not None else None)}
+        goodput = account.goodput if account is not None else None
+        said = {**_plain(now), "goodput": None if goodput is None else goodput.as_json()}
         return _Page(HTTPStatus.OK, _JSON, json.dumps(said, default=_plain).encode() + b"\n")
     found = watch.metrics.page(now, account, has_log=run_log is not None)
     return _Page(HTTPStatus.OK, CONTENT_TYPE_LATEST, found)

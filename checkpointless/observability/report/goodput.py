@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 _NS_PER_S = 1e9
 TRAINING, REPEATED, STRAGGLERS, SAVES = "training", "repeated", "stragglers", "saves"
@@ -101,44 +102,53 @@ class Goodput:
             return None
         return min(1.0, sum(self.seconds.get(cause, 0.0) for cause in causes) / of_s)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "goodput": self.ratio,
+            "ettr": self.ettr,
+            "wall_s": self.wall_s,
+            "seconds": dict(self.seconds),
+            "lost": [asdict(each) for each in self.lost],
+        }
 
-def goodput_of_run(run: Goodput, periods: Iterable[Spell], within: Sequence[Spell], repeated_s: float) -> Goodput:
-    """Return the goodput of one run, which ``periods`` tile; where several Spells ``within`` take a share of
-    training, the largest counts, and ``repeated_s`` of it are of steps that had been made before.
-    """
-    spells = [part for each in periods for part in (_divided(each, within) if each.cause == TRAINING else [each])]
-    seconds: dict[str, float] = defaultdict(float)
-    for each in spells:
-        seconds[each.cause] += each.seconds
-    _repeat(seconds, repeated_s)
-    lost = (
-        _Loss(each.cause, each.rank, each.node, each.who, each.seconds)
-        for each in spells
-        if each.rank is not None or each.who
-    )
-    return replace(run, seconds=_in_order(seconds), lost=_together(lost))
+    def spent_on(self, periods: Iterable[Spell], within: Sequence[Spell], repeated_s: float) -> Goodput:
+        """Return the goodput of one run, which ``periods`` tile; where several Spells ``within`` take a share of
+        training, the largest counts, and ``repeated_s`` of it are of steps that had been made before.
+        """
+        spells = [
+            part for each in periods for part in (_divided(each, within) if each.cause == TRAINING else [each])
+        ]
+        seconds: dict[str, float] = defaultdict(float)
+        for each in spells:
+            seconds[each.cause] += each.seconds
+        _repeat(seconds, repeated_s)
+        lost = (
+            _Loss(each.cause, each.rank, each.node, each.who, each.seconds)
+            for each in spells
+            if each.rank is not None or each.who
+        )
+        return replace(self, seconds=_in_order(seconds), lost=_together(lost))
 
-
-def goodput_of_job(runs: Iterable[Goodput]) -> Goodput:
-    """Return the goodput of a job, in which a run makes steps again that an earlier one had made; ``ValueError`` if
-    two runs overlap.
-    """
-    in_order = sorted(runs, key=lambda run: run.begin_ns)
-    seconds: dict[str, float] = defaultdict(float)
-    newest, is_known, end_ns = 0, True, in_order[0].begin_ns
-    for run in in_order:
-        if run.begin_ns < end_ns:
-            raise ValueError("two of the runs overlap: name runs of one job, which follow each other")
-        seconds[IDLE] += (run.begin_ns - end_ns) / _NS_PER_S
-        own, last = defaultdict(float, run.seconds), run.last_step or 0
-        again = 0 if run.first_step is None else max(0, min(newest, last) - run.first_step + 1)
-        _repeat(own, again * (run.step_s or 0.0))
-        is_known &= run.is_known and (again == 0 or run.step_s is not None)
-        newest, end_ns = max(newest, last), run.end_ns
-        for cause, spent_s in own.items():
-            seconds[cause] += spent_s
-    lost = _together(each for run in in_order for each in run.lost)
-    return Goodput(in_order[0].begin_ns, end_ns, _in_order(seconds), lost, is_known)
+    @classmethod
+    def of_job(cls, runs: Iterable[Goodput]) -> Goodput:
+        """Return the goodput of a job; a run may make steps again. ``ValueError`` if two runs overlap."""
+        in_order = sorted(runs, key=lambda run: run.begin_ns)
+        seconds: dict[str, float] = defaultdict(float)
+        newest, is_known, end_ns = 0, True, in_order[0].begin_ns
+        for run in in_order:
+            if run.begin_ns < end_ns:
+                raise ValueError("two of the runs overlap: name runs of one job, which follow each other")
+            seconds[IDLE] += (run.begin_ns - end_ns) / _NS_PER_S
+            own, last = defaultdict(float, run.seconds), run.last_step or 0
+            again = 0 if run.first_step is None else max(0, min(newest, last) - run.first_step + 1)
+            _repeat(own, again * (run.step_s or 0.0))
+            is_known &= run.is_known and (again == 0 or run.step_s is not None)
+            newest, end_ns = max(newest, last), run.end_ns
+            for cause, spent_s in own.items():
+                seconds[cause] += spent_s
+        lost = _together(each for run in in_order for each in run.lost)
+        return cls(in_order[0].begin_ns, end_ns, _in_order(seconds), lost, is_known)
 
 
 def _divided(training: Spell, within: Sequence[Spell]) -> Iterator[Spell]:

@@ -19,12 +19,10 @@ from checkpointless.observability.report.goodput import (
     TRAINING,
     Goodput,
     Spell,
-    goodput_of_job,
-    goodput_of_run,
 )
 from checkpointless.observability.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.observability.telemetry.event_names import STAGES, EventName
-from checkpointless.observability.telemetry.events import Event, JsonValue, json_safe
+from checkpointless.observability.telemetry.events import Event, json_safe
 
 _NS_PER_S = 1e9
 _MOST_S = 1e10
@@ -326,7 +324,7 @@ def _goodput(
         if event.stage == EventName.SAVED
     )
     within = [*saves, *(each.spell(end_ns, run.last_step) for each in stragglers)]
-    return goodput_of_run(whole, periods, within, repeated_s or 0.0)
+    return whole.spent_on(periods, within, repeated_s or 0.0)
 
 
 def _stragglers(events: Sequence[Event]) -> tuple[_Straggler, ...]:
@@ -379,36 +377,20 @@ class Job:
     runs: tuple[Report, ...]
     goodput: Goodput | None
 
+    @classmethod
+    def of(cls, reports: Iterable[Report]) -> Job:
+        """Put the runs of a job together; ``ValueError`` if two overlap."""
+        runs = tuple(sorted(reports, key=lambda report: report.run.begin_ns or 0))
+        known = [report.goodput for report in runs if report.goodput is not None]
+        return cls(runs, Goodput.of_job(known) if known else None)
 
-def build_job(reports: Iterable[Report]) -> Job:
-    """Put the runs of a job together; ``ValueError`` if two overlap."""
-    runs = tuple(sorted(reports, key=lambda report: report.run.begin_ns or 0))
-    known = [report.goodput for report in runs if report.goodput is not None]
-    return Job(runs, goodput_of_job(known) if known else None)
-
-
-def as_json(job: Job) -> str:
-    """Return the report of a job as JSON, of several runs in ``runs``: durations in seconds, times as ISO 8601 in
-    UTC.
-    """
-    document = _plain(job.runs[0])
-    if len(job.runs) > 1:
-        goodput = goodput_as_json(job.goodput)
-        document = {"format": FORMAT, "goodput": goodput, "runs": [_plain(each) for each in job.runs]}
-    return json.dumps(json_safe(document), indent=2, allow_nan=False)
-
-
-def goodput_as_json(goodput: Goodput | None) -> dict[str, JsonValue] | None:
-    """Return what a job's wall time went to, for JSON; None for None."""
-    if goodput is None:
-        return None
-    return {
-        "goodput": goodput.ratio,
-        "ettr": goodput.ettr,
-        "wall_s": goodput.wall_s,
-        "seconds": dict(goodput.seconds),
-        "lost": [asdict(each) for each in goodput.lost],
-    }
+    def as_json(self) -> str:
+        """Return it as JSON, of several runs in ``runs``: durations in seconds, times as ISO 8601 in UTC."""
+        document = _plain(self.runs[0])
+        if len(self.runs) > 1:
+            goodput = None if self.goodput is None else self.goodput.as_json()
+            document = {"format": FORMAT, "goodput": goodput, "runs": [_plain(each) for each in self.runs]}
+        return json.dumps(json_safe(document), indent=2, allow_nan=False)
 
 
 def _plain(report: Report) -> dict[str, Any]:
@@ -428,7 +410,7 @@ def _plain(report: Report) -> dict[str, Any]:
                 for each in report.periods
             ]
         },
-        "goodput": goodput_as_json(report.goodput),
+        "goodput": None if report.goodput is None else report.goodput.as_json(),
         "steps_lost": report.steps_lost,
         "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
         "kinds": report.kinds,

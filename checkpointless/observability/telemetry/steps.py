@@ -57,7 +57,7 @@ class _CheckpointsRecord(msgspec.Struct, frozen=True):
     checkpoints: tuple[tuple[str, ...], ...]
 
 
-def exact_loss(loss: float | None) -> str:
+def _exact(loss: float | None) -> str:
     """Return a loss as it is recorded."""
     return NO_LOSS if loss is None else float(loss).hex()
 
@@ -115,7 +115,7 @@ class StepLog:
         Raises:
             OSError: this line or an earlier one could not be written: holes would prove nothing.
         """
-        self._append(self.path, StepRecord(step, exact_loss(loss), params, **more))
+        self._append(self.path, StepRecord(step, _exact(loss), params, **more))
 
     def record_validation(self, step: int, metrics: Mapping[str, float], callbacks: Mapping[str, str]) -> None:
         """Append one validation, with the digest of each callback's state after it, by its state key."""

@@ -19,6 +19,15 @@ RECIPE, GLOBAL_BATCH = "tiny_gpt_cpu", 16  # NeMo's recipe, and its samples in a
 _NEMO_EXTRA = "pip install -e '.[nemo]' in a clone"
 
 
+#: The keys of a layout in NeMo's recipe.
+_OVERRIDES = {
+    "tp": "strategy.tensor_model_parallel_size",
+    "pp": "strategy.pipeline_model_parallel_size",
+    "ep": "strategy.expert_model_parallel_size",
+    "cp": "strategy.context_parallel_size",
+}
+
+
 class DemoError(ValueError):
     """Raised if the demo cannot run as asked; the message is one line that says what to do."""
 
@@ -39,6 +48,50 @@ class Task:
     bucket_bytes: int | None = None
     checkpoint_every: int = 0  # optimizer steps between two checkpoints of the trainer's own (0: none)
     checkpoints: Path | None = None
+
+    @property
+    def global_batch(self) -> int:
+        """Return the samples per step: the recipe's number, rounded up to whole microbatches for each rank."""
+        ranks = self.nproc // (self.layout.get("tp", 1) * self.layout.get("pp", 1))
+        return math.ceil(GLOBAL_BATCH / (MICRO_BATCH * ranks)) * MICRO_BATCH * ranks
+
+    def overrides(self) -> tuple[str, ...]:
+        """Return the overrides of the recipe for it."""
+        changed = [
+            f"trainer.max_steps={self.steps}",
+            f"model.config.hidden_dropout={self.dropout}",
+            f"model.config.attention_dropout={self.dropout}",
+        ]
+        changed += [f"{_OVERRIDES[key]}={size}" for key, size in self.layout.items()]
+        if self.global_batch != GLOBAL_BATCH:
+            changed.append(f"data.global_batch_size={self.global_batch}")
+        if self.holders != 2:
+            changed.append(f"strategy.num_distributed_optimizer_instances={self.holders}")
+        if self.layout.get("ep", 1) > 1:
+            changed += [
+                f"model.config.num_moe_experts={_EXPERTS}",
+                "model.config.moe_router_topk=2",
+                "model.config.moe_grouped_gemm=false",
+                # Megatron-core 0.15 leaves the router's bias uninitialised, so the model has no biases.
+                "model.config.add_bias_linear=false",
+            ]
+        if self.bucket_bytes is not None:
+            changed.append(f"checkpointless.memory_budget_bytes={self.bucket_bytes}")
+        if self.workers:
+            changed.append(f"data.num_workers={self.workers}")
+        if self.checksum:
+            changed.append("checkpointless.enable_checksum=true")
+        if self.checkpoint_every:
+            changed += [
+                "trainer.enable_checkpointing=true",
+                "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
+                f"every_n_train_steps: {self.checkpoint_every}, save_last: true, save_top_k: -1, monitor: null, "
+                "save_context_on_train_end: false}",
+                f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{self.checkpoints}', name: tiny_gpt}}",
+                "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, "
+                "resume_ignore_no_checkpoint: true}",
+            ]
+        return tuple(changed)
 
 
 @dataclass(frozen=True)
@@ -89,10 +142,29 @@ class Trainer:
         except LayoutError as error:
             raise DemoError(f"--nproc {nproc}: {error}") from error
 
+    def layout(self, text: str) -> dict[str, int]:
+        """Parse a layout such as ``tp=2,pp=1``; ``DemoError`` if a key or a size is wrong."""
+        layout: dict[str, int] = {}
+        for part in text.split(",") if text.strip() else ():
+            key, _, size = (piece.strip() for piece in part.partition("="))
+            if key not in self.keys:
+                known = (
+                    f"is not one of {', '.join(f'{k}=N' for k in self.keys)}"
+                    if self.keys
+                    else "is not for this trainer"
+                )
+                raise DemoError(f"layout {text!r}: {part!r} {known}")
+            if key in layout:
+                raise DemoError(f"layout {text!r}: {key} is there twice")
+            if not size.isascii() or not size.isdecimal() or not 1 <= int(size) <= 10**6:
+                raise DemoError(f"layout {text!r}: {key} must be a whole number of at least 1, not {size!r}")
+            layout[key] = int(size)
+        return layout
+
     def program(self, task: Task) -> tuple[str, tuple[str, ...]]:
         """Return the module that does a task, and its arguments."""
         if self is _NEMO:
-            return "checkpointless.recipes.runner", (RECIPE, *overrides(task))
+            return "checkpointless.recipes.runner", (RECIPE, *task.overrides())
         options = {
             "--steps": task.steps,
             "--dropout": task.dropout,
@@ -164,74 +236,3 @@ TRAINERS: dict[str, Trainer] = {
         ),
     )
 }
-
-
-def parse_layout(text: str, keys: tuple[str, ...]) -> dict[str, int]:
-    """Parse a layout such as ``tp=2,pp=1``; ``DemoError`` if a key is unknown or there twice, or a size is none."""
-    layout: dict[str, int] = {}
-    for part in text.split(",") if text.strip() else ():
-        key, _, size = (piece.strip() for piece in part.partition("="))
-        if key not in keys:
-            known = f"is not one of {', '.join(f'{k}=N' for k in keys)}" if keys else "is not for this trainer"
-            raise DemoError(f"layout {text!r}: {part!r} {known}")
-        if key in layout:
-            raise DemoError(f"layout {text!r}: {key} is there twice")
-        if not size.isascii() or not size.isdecimal() or not 1 <= int(size) <= 10**6:
-            raise DemoError(f"layout {text!r}: {key} must be a whole number of at least 1, not {size!r}")
-        layout[key] = int(size)
-    return layout
-
-
-# --- NeMo's recipe ------------------------------------------------------------------------------------------------
-
-_OVERRIDES = {
-    "tp": "strategy.tensor_model_parallel_size",
-    "pp": "strategy.pipeline_model_parallel_size",
-    "ep": "strategy.expert_model_parallel_size",
-    "cp": "strategy.context_parallel_size",
-}
-
-
-def global_batch(task: Task) -> int:
-    """Return the samples per step: the recipe's number, rounded up to whole microbatches for each rank."""
-    ranks = task.nproc // (task.layout.get("tp", 1) * task.layout.get("pp", 1))
-    return math.ceil(GLOBAL_BATCH / (MICRO_BATCH * ranks)) * MICRO_BATCH * ranks
-
-
-def overrides(task: Task) -> tuple[str, ...]:
-    """Return the overrides of the recipe for ``task``."""
-    changed = [
-        f"trainer.max_steps={task.steps}",
-        f"model.config.hidden_dropout={task.dropout}",
-        f"model.config.attention_dropout={task.dropout}",
-    ]
-    changed += [f"{_OVERRIDES[key]}={size}" for key, size in task.layout.items()]
-    if global_batch(task) != GLOBAL_BATCH:
-        changed.append(f"data.global_batch_size={global_batch(task)}")
-    if task.holders != 2:
-        changed.append(f"strategy.num_distributed_optimizer_instances={task.holders}")
-    if task.layout.get("ep", 1) > 1:
-        changed += [
-            f"model.config.num_moe_experts={_EXPERTS}",
-            "model.config.moe_router_topk=2",
-            "model.config.moe_grouped_gemm=false",
-            # Megatron-core 0.15 leaves the router's bias uninitialised, so the model has no biases.
-            "model.config.add_bias_linear=false",
-        ]
-    if task.bucket_bytes is not None:
-        changed.append(f"checkpointless.memory_budget_bytes={task.bucket_bytes}")
-    if task.workers:
-        changed.append(f"data.num_workers={task.workers}")
-    if task.checksum:
-        changed.append("checkpointless.enable_checksum=true")
-    if task.checkpoint_every:
-        changed += [
-            "trainer.enable_checkpointing=true",
-            "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
-            f"every_n_train_steps: {task.checkpoint_every}, save_last: true, save_top_k: -1, monitor: null, "
-            "save_context_on_train_end: false}",
-            f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{task.checkpoints}', name: tiny_gpt}}",
-            "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, "
-            "resume_ignore_no_checkpoint: true}",
-        ]
-    return tuple(changed)

@@ -15,7 +15,7 @@ from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.observability.telemetry.events import EVENTS_FILE
 from checkpointless.testing.demo import trainers as demo
-from checkpointless.testing.demo.trainers import TRAINERS, Task, parse_layout
+from checkpointless.testing.demo.trainers import TRAINERS, Task
 
 LAUNCH_CODE = 7  # of what would have been launched
 
@@ -128,17 +128,17 @@ def test_a_node_can_be_lost_in_a_job_of_several(
 
 def test_the_demo_fits_its_batch_to_its_ranks() -> None:
     def task(nproc: int, layout: str = "") -> Task:
-        return Task(nproc, 3, parse_layout(layout, TRAINERS["nemo"].keys))
+        return Task(nproc, 3, TRAINERS["nemo"].layout(layout))
 
     def batch(nproc: int, layout: str = "") -> int:
-        return demo.global_batch(task(nproc, layout))
+        return task(nproc, layout).global_batch
 
     assert [batch(nproc) for nproc in (2, 4, 8, 16, 32)] == [16, 16, 16, 32, 64]
     assert [batch(6), batch(12), batch(16, "tp=2"), batch(32, "tp=2,pp=4")] == [24, 24, 16, 16]
     for nproc in range(2, 33, 2):
         assert batch(nproc) % (2 * nproc) == 0
-    assert demo.overrides(task(8)) == demo.overrides(task(4)), "the losses of the default stay"
-    assert "data.global_batch_size=32" in demo.overrides(task(16))
+    assert task(8).overrides() == task(4).overrides(), "the losses of the default stay"
+    assert "data.global_batch_size=32" in task(16).overrides()
 
 
 @pytest.mark.nemo
@@ -150,8 +150,8 @@ def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
     assert (recipe.model.config.num_layers, recipe.model.config.num_attention_heads) == (demo.LAYERS, demo.HEADS)
     assert (recipe.data.micro_batch_size, recipe.data.global_batch_size) == (demo.MICRO_BATCH, demo.GLOBAL_BATCH)
     for nproc, text in [(16, ""), (32, "pp=4"), (24, "tp=2"), (16, "ep=4"), (32, "pp=2,ep=4")]:
-        task = Task(nproc, 3, parse_layout(text, TRAINERS["nemo"].keys), dropout=0.1)
-        changed = load(demo.RECIPE, demo.overrides(task))
+        task = Task(nproc, 3, TRAINERS["nemo"].layout(text), dropout=0.1)
+        changed = load(demo.RECIPE, task.overrides())
         check(changed, layout_of(changed, 1, nproc))
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from checkpointless.observability.report.verify import Difference, Quantity
 from checkpointless.observability.telemetry.steps import Recording, StepLog, StepRecord
-from checkpointless.testing import rehearsal as pages
 from checkpointless.testing.jobs import Ended
 from checkpointless.testing.rehearsal import (
     _blamed,
@@ -139,6 +138,6 @@ def test_the_page_ends_with_the_verdict_and_has_its_exit_status(tmp_path: Path) 
         f"inexact: after {FAULT}: params of step 3 on rank 0 differs; this points to docs/contract.md, "
         "3 (declared state)"
     )
-    assert '"verdict": "inexact"' in pages.as_json(page)
+    assert '"verdict": "inexact"' in page.as_json()
     page = _Page("train", "calm-1, which has no fault, failed: KeyError")
     assert (page.status, page.sentence) == (3, f"could not be rehearsed: {page.problem}")

@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from checkpointless.cli import tables
-from checkpointless.observability.report import summary
-from checkpointless.observability.report.summary import Report, build_job, build_report
+from checkpointless.observability.report.summary import Job, Report, build_report
 from checkpointless.observability.telemetry.event_names import STAGES
 from checkpointless.observability.telemetry.events import Event
 from tests.unit.made_up_run import MadeUpRun
@@ -27,11 +26,11 @@ def report_of(run: MadeUpRun, **more: Any) -> Report:
 
 
 def as_json(report: Report) -> str:
-    return summary.as_json(build_job([report]))
+    return Job.of([report]).as_json()
 
 
 def html_page(report: Report, tracebacks: Mapping[str, str]) -> str:
-    return tables.html_page(build_job([report]), [tracebacks])
+    return tables.html_page(Job.of([report]), [tracebacks])
 
 
 _WITHIN = ("straggler", "saved", "corrupted")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.observability.report.goodput import Goodput, goodput_of_job
+from checkpointless.observability.report.goodput import Goodput
 from checkpointless.observability.report.incidents import IncidentSummary
-from checkpointless.observability.report.summary import _Milestones, _periods, build_job, build_report
+from checkpointless.observability.report.summary import Job, _Milestones, _periods, build_report
 from checkpointless.observability.telemetry.events import Event
 from tests.drawn import examples
 from tests.unit.made_up_run import UTC, MadeUpRun, S
@@ -98,7 +98,7 @@ def test_the_parts_add_up_whatever_the_events_are(events: Sequence[Event]) -> No
 @given(st.lists(LOGS, min_size=1, max_size=4))
 def test_the_parts_of_a_job_add_up_whatever_its_runs_are(logs: Sequence[Sequence[Event]]) -> None:
     runs = [[replace(each, ts=each.ts + number * 10**7) for each in log] for number, log in enumerate(logs)]
-    job = build_job(build_report(str(number), log) for number, log in enumerate(runs))
+    job = Job.of(build_report(str(number), log) for number, log in enumerate(runs))
     if job.goodput is not None:
         check(job.goodput)
         first, last = (edge([e.ts for log in runs for e in log]) for edge in (min, max))
@@ -108,12 +108,12 @@ def test_the_parts_of_a_job_add_up_whatever_its_runs_are(logs: Sequence[Sequence
 def test_a_later_run_makes_the_steps_again_that_an_earlier_one_had_made() -> None:
     first = Goodput(0, 10**10, {"training": 10.0}, first_step=1, last_step=10, step_s=1.0)
     second = Goodput(2 * 10**10, 3 * 10**10, {"training": 10.0}, first_step=7, last_step=16, step_s=1.0)
-    job = goodput_of_job([second, first])
+    job = Goodput.of_job([second, first])
     assert job.seconds == {"training": 16.0, "repeated": 4.0, "idle": 10.0}
     assert job.ratio == pytest.approx(16 / 30)
-    assert goodput_of_job([first, replace(second, step_s=None)]).ratio is None
+    assert Goodput.of_job([first, replace(second, step_s=None)]).ratio is None
     with pytest.raises(ValueError, match="overlap"):
-        goodput_of_job([first, replace(second, begin_ns=5)])
+        Goodput.of_job([first, replace(second, begin_ns=5)])
 
 
 # --- the periods of a run -----------------------------------------------------------------------------------------
