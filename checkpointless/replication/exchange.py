@@ -156,16 +156,10 @@ def cliques_of(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]
 
 
 def clique_group(jump: int, factor: int) -> dist.ProcessGroup:
-    """Make the process groups of all cliques, and return that of this rank's. Collective: every rank calls it.
-
-    All ranks make all groups. torch names a group that only its members make after the groups that each has made
-    before, and these differ from rank to rank where Megatron has groups of single pipeline stages. Parts lie in
-    host memory, so the groups are gloo's. They have the timeout of the job's group, which none inherits. A
-    ``jump`` of 0 stands for the number of ranks on a node.
-
-    Raises:
-        ValueError: the ranks ask for different cliques, or cannot be divided that way, or the size of the node is
-            not known.
+    """Make the process groups of all cliques, and return that of this rank's. Collective. All ranks make all
+    groups: torch names a group that only its members make after those that each has made before. They are gloo's,
+    since parts lie in host memory, with the timeout of the job's group; a ``jump`` of 0 is the number of ranks on a
+    node. ``ValueError`` if the ranks ask for different cliques, or cannot be divided that way.
     """
     jump = jump or int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "0"))
     asked = {(each[0], each[1]) for each in all_gather_json([jump, factor])}

@@ -111,22 +111,15 @@ class Content:
 
     @classmethod
     def of(cls, state: Tree) -> Content:
-        """Take a nested state apart, which is not changed; its tensors are referenced, not copied.
-
-        Raises:
-            StateTreeError: something in it cannot be stored safely; the message says where it is.
+        """Take a nested state apart, whose tensors are referenced; ``StateTreeError`` says what cannot be stored
+        safely.
         """
         structure, tensors = state_tree.split(state, inline_bytes=-1, taken=_stored)
         return cls(structure, tuple(tensors))
 
     def state(self, placed: Callable[[torch.Tensor, str], torch.Tensor] = lambda tensor, _: tensor) -> Tree:
-        """Return the state, put together again.
-
-        Args:
-            placed: returns a tensor where it belongs, given on which kind of device it was. Default: where it is.
-
-        Raises:
-            ValueError: structure and tensors do not belong together.
+        """Return the state, put together again; ``placed`` returns a tensor where it belongs, given on which kind
+        of device it was. ``ValueError`` if structure and tensors do not belong together.
         """
         return state_tree.join(self.structure, self.tensors, placed)
 

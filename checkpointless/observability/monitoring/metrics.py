@@ -141,11 +141,9 @@ class RunLog:
         self._nothing = self.report = build_report(self._run_dir, [])
 
     def ask(self, high_water: int | None, has_account: bool = True) -> Report:
-        """Return at once what is known, and keep it up to date for a while; one thread at a time may call this.
-
-        Args:
-            high_water: the newest committed step, which events report only once per minute.
-            has_account: whether an account is made, for which the events of all nodes are kept.
+        """Return at once what is known, and keep it up to date for a while, without an account unless that is asked
+        for; ``high_water``: the newest step, which events report once per minute. One thread at a time may call
+        this.
         """
         self._asked_at_s = time.monotonic()
         self._has_account &= has_account

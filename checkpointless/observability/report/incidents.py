@@ -283,13 +283,9 @@ def _spans(events: Iterable[Event]) -> dict[str, dict[int | None, float]]:
 
 
 def _end(events: Sequence[Event], generation: int, ended_well: bool) -> Event | None:
-    """Return the event with which an incident was over: the end of the last rank's ``first_step``.
-
-    A rank whose next fault comes right after the commit may not have written that event. The coordinator, which
-    reads the ranks' boards, then knows that the step was completed (``recovered``).
-
-    If no step was left, or none is known, and the job ended well, the last one of a rank or agent counts; if ranks
-    write no events of the new generation (the block is not a training loop we know), the agent's ``go`` does.
+    """Return the event with which an incident was over: the end of the last rank's ``first_step``, or the
+    coordinator's word that it was made (``recovered``). If no step was left and the job ended well, the last event
+    counts; if ranks write none of the new generation (the block is no loop that we know), ``go`` does.
     """
     ranks = {
         event.rank

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointless.observability.report.goodput import CAUSES
@@ -29,48 +28,31 @@ _FIRST_TID = 10
 _LONGEST_TEXT = 4000
 
 
-@dataclass
-class _Span:
-    """A stage of one rank, or of an agent. Without an ``end`` it was never finished, and lasts until the thread's
-    next event.
-    """
-
-    begin: Event
-    end: Event | None
-    end_ns: int
+#: The begin of a stage of one rank or agent, its end (None: it was never finished), and until when it lasted.
+_Span = tuple[Event, Event | None, int]
 
 
-@dataclass
-class _Thread:
-    """What is known of one rank, or of the agent (None), of one node."""
-
-    node: int
-    rank: int | None
-    spans: list[_Span] = field(default_factory=list)
-    points: list[Event] = field(default_factory=list)
-
-
-def _threads(events: Iterable[Event]) -> list[_Thread]:
-    """Match the begin and end events of each rank and agent."""
+def _threads(events: Iterable[Event]) -> list[tuple[int, int | None, list[Event]]]:
+    """Return the events of each rank, and of each node's agent (None), in their order."""
     by_thread: dict[tuple[int, int | None], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.ts):
         by_thread[event.node, event.rank].append(event)
-    found: list[_Thread] = []
-    for (node, rank), own in sorted(by_thread.items(), key=lambda item: _place(*item[0])):
-        thread = _Thread(node, rank)
-        found.append(thread)
-        open_spans: dict[tuple[int, str, int], _Span] = {}
-        for place, event in enumerate(own):
-            key = (event.pid, event.stage, event.generation)
-            if event.edge == "point":
-                thread.points.append(event)
-            elif event.edge == "begin":
-                following = own[place + 1].ts if place + 1 < len(own) else event.ts
-                open_spans[key] = _Span(event, None, following)
-                thread.spans.append(open_spans[key])
-            elif key in open_spans:
-                span = open_spans.pop(key)
-                span.end, span.end_ns = event, event.ts
+    agents_first = sorted(by_thread, key=lambda thread: (thread[0], -1 if thread[1] is None else thread[1]))
+    return [(node, rank, by_thread[node, rank]) for node, rank in agents_first]
+
+
+def _spans(events: Sequence[Event]) -> list[_Span]:
+    """Match the begin and end events of a thread; what was interrupted lasts until the next event."""
+    found: list[_Span] = []
+    begun: dict[tuple[int, str, int], int] = {}
+    for place, event in enumerate(events):
+        key = (event.pid, event.stage, event.generation)
+        if event.edge == "begin":
+            begun[key] = len(found)
+            found.append((event, None, events[min(place + 1, len(events) - 1)].ts))
+        elif event.edge == "end" and key in begun:
+            at = begun.pop(key)
+            found[at] = (found[at][0], event, event.ts)
     return found
 
 
@@ -84,17 +66,16 @@ def write_trace(report: Report, events: Sequence[Event]) -> str:
         _meta("thread_name", _JOB_PID, _RUN_TID, "run"),
         _meta("thread_name", _JOB_PID, _INCIDENTS_TID, "incidents"),
     ]
-    for node in sorted({thread.node for thread in found}):
+    for node in sorted({node for node, *_ in found}):
         meta.append(_meta("process_name", _FIRST_NODE_PID + node, 0, f"node {node}"))
         meta.append(_meta("process_sort_index", _FIRST_NODE_PID + node, 0, 1 + node))
     slices: list[dict[str, Any]] = []
-    for tid, thread in enumerate(found, start=_FIRST_TID):
-        pid = _FIRST_NODE_PID + thread.node
-        name = "agent" if thread.rank is None else f"rank {thread.rank}"
-        meta.append(_meta("thread_name", pid, tid, name))
-        meta.append(_meta("thread_sort_index", pid, tid, -1 if thread.rank is None else thread.rank))
-        slices += _nested(thread, pid, tid, begin_ns)
-        slices += [_instant(event, pid, tid, begin_ns) for event in thread.points]
+    for tid, (node, rank, own) in enumerate(found, start=_FIRST_TID):
+        pid = _FIRST_NODE_PID + node
+        meta.append(_meta("thread_name", pid, tid, "agent" if rank is None else f"rank {rank}"))
+        meta.append(_meta("thread_sort_index", pid, tid, -1 if rank is None else rank))
+        slices += _nested(_spans(own), pid, tid, begin_ns)
+        slices += [_instant(event, pid, tid, begin_ns) for event in own if event.edge == "point"]
     slices += _of_job(report, begin_ns)
     slices.sort(key=lambda each: (each["ts"], -each.get("dur", 0)))
     document = {
@@ -105,26 +86,21 @@ def write_trace(report: Report, events: Sequence[Event]) -> str:
     return json.dumps(json_safe(document), separators=(",", ":"), allow_nan=False)
 
 
-def _place(node: int, rank: int | None) -> tuple[int, int]:
-    return node, -1 if rank is None else rank
-
-
-def _nested(thread: _Thread, pid: int, tid: int, begin_ns: int) -> list[dict[str, Any]]:
+def _nested(spans: Sequence[_Span], pid: int, tid: int, begin_ns: int) -> list[dict[str, Any]]:
     """Return the trace events of a thread's spans; spans may nest but not overlap otherwise, as viewers require."""
     made: list[dict[str, Any]] = []
     around: list[int] = []
-    for number, span in enumerate(thread.spans):
-        event = span.begin
-        common = {"name": event.stage, "cat": "stage", "pid": pid, "tid": tid, "args": _about(span)}
+    for number, (event, end, until_ns) in enumerate(spans):
+        common = {"name": event.stage, "cat": "stage", "pid": pid, "tid": tid, "args": _about(event, end)}
         # This is an agent's span, on the thread of a rank whose processes change meanwhile.
         if event.stage == EventName.RESPAWN:
-            for phase, ns in (("b", event.ts), ("e", span.end_ns)):
+            for phase, ns in (("b", event.ts), ("e", until_ns)):
                 own_id = {"local": f"{tid}.{number}"}  # local to this process, and shown with it
                 made.append({**common, "ph": phase, "id2": own_id, "ts": _us(ns, begin_ns)})
             continue
         while around and around[-1] <= event.ts:
             around.pop()
-        end_ns = max(event.ts, min([span.end_ns, *around[-1:]]))
+        end_ns = max(event.ts, min([until_ns, *around[-1:]]))
         around.append(end_ns)
         ts = _us(event.ts, begin_ns)
         made.append({**common, "ph": "X", "ts": ts, "dur": round(_us(end_ns, begin_ns) - ts, 3)})
@@ -171,15 +147,14 @@ def _of_incident(incident: IncidentSummary) -> dict[str, Any]:
     }
 
 
-def _about(span: _Span) -> dict[str, Any]:
-    fields = {**span.begin.fields, **({} if span.end is None else span.end.fields)}
+def _about(event: Event, end: Event | None = None) -> dict[str, Any]:
+    fields = {**event.fields, **({} if end is None else end.fields)}
     said = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in fields.items()}
-    said |= {"generation": span.begin.generation, "incident": span.begin.incident, "os_pid": span.begin.pid}
-    return said if span.end is not None else {**said, "unfinished": True}
+    said |= {"generation": event.generation, "incident": event.incident, "os_pid": event.pid}
+    return {**said, "unfinished": True} if end is None and event.edge == "begin" else said
 
 
 def _instant(event: Event, pid: int, tid: int, begin_ns: int) -> dict[str, Any]:
-    said = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in event.fields.items()}
     return {
         "name": event.stage,
         "cat": "fault" if event.stage == EventName.FAULT_INJECTED else "moment",
@@ -188,7 +163,7 @@ def _instant(event: Event, pid: int, tid: int, begin_ns: int) -> dict[str, Any]:
         "pid": pid,
         "tid": tid,
         "ts": _us(event.ts, begin_ns),
-        "args": {**said, "generation": event.generation, "incident": event.incident, "os_pid": event.pid},
+        "args": _about(event),
     }
 
 

@@ -167,16 +167,9 @@ def compare(
     *,
     gone_back: tuple[Collection[int], Collection[int]] = (frozenset(), frozenset()),
 ) -> Verdict:
-    """Compare two runs.
-
-    Every rank of either run should have every step from the first to the last step of each fit of either run, once.
-    If a step was recorded more than once, its last record is compared; if the run had to go back, because no rank
-    held the newest state, every record is. What one of the runs never recorded (an older recording, or a callback
-    that only the other run has) is not compared, and the verdict names it.
-
-    Args:
-        without: what is not compared.
-        gone_back: for each run, the committed steps that no rank held any more, so that they were redone.
+    """Compare two runs, in what both recorded but ``without``. Every rank of either should have every step of each
+    fit of either run, once; of a step that was recorded again, the last record counts, and every one if the run had
+    ``gone_back`` there: no rank held the newest state.
     """
     made = {"A": _by_place(a), "B": _by_place(b)}
     due = {(rank, step) for rank in {*a, *b} for step in _expected([*a.values(), *b.values()])}

@@ -328,14 +328,8 @@ def _checked(record: dict[str, Any] | None, kind: type[_Parsed]) -> _Parsed | No
 
 
 class LineTail:
-    """Reads the complete lines that were appended to a file since the last call.
-
-    A last line without a newline is left for the next call. A file that became shorter, or that was replaced by
-    another one, is read from its beginning.
-
-    Args:
-        max_bytes: number of bytes that one call reads at most; a longer line is skipped.
-        from_start: whether what the file already contains is read too.
+    """Reads the complete lines that were appended to a file since the last call, ``max_bytes`` at most; a longer
+    line is skipped. A file that became shorter, or that was replaced, is read from its beginning.
     """
 
     def __init__(self, path: Path, max_bytes: int, *, from_start: bool = False) -> None:

@@ -19,15 +19,8 @@ def english() -> bytes:
 
 
 class TextWindows(Dataset):
-    """Dataset of back-to-back windows of `text`, in an order that `seed` shuffles again for every pass over it.
-
-    Item `i` depends on `i`, `seed` and the text alone, never on the process, the rank or what was read before.
-
-    Args:
-        num_samples: number of items; more than one pass over the text is fine.
-
-    Raises:
-        ValueError: the text is shorter than one window.
+    """Dataset of back-to-back windows of `text`, in an order that `seed` shuffles again for every pass. Item `i`
+    depends on `i`, `seed` and the text alone, never on the process, the rank or what was read before.
     """
 
     def __init__(self, text: bytes, seq_length: int, num_samples: int, seed: int) -> None:
@@ -48,11 +41,8 @@ class TextWindows(Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one training sample.
-
-        Returns:
-            `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each of shape (seq_length,), and
-            `attention_mask` (bool, True where masked) of shape (1, seq_length, seq_length).
+        """Return `tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32) of shape (seq_length,), and
+        `attention_mask` (bool, True where masked) of shape (1, seq_length, seq_length).
         """
         if not 0 <= index < self.num_samples:
             raise IndexError(index)

@@ -1,7 +1,6 @@
 """Test how incidents are summed up from events."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,19 +142,6 @@ def test_a_refused_recovery_says_why() -> None:
     script.span(10, 1, "decide", 0, 1, "i1", target=None, reason="nobody holds shard 3")
     summary = one(script)
     assert (summary.outcome, summary.target, summary.reason) == (Outcome.FAILED, None, "nobody holds shard 3")
-
-
-def test_nodes_are_compared_by_utc_and_spans_by_their_own_clock() -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=0)
-    done = script.recovery(10, 0, "i1", ranks=2, lengths={})
-    shifted = [
-        replace(event, node=1, mono=event.mono + 10**15) if event.rank is not None else event
-        for event in script.events
-    ]
-    (summary,) = summarize(shifted)
-    assert summary.headline_s == pytest.approx(done / 1000)
-    assert summary.stages_s["barrier"] == pytest.approx(0.001)
 
 
 def test_the_last_detection_knows_best() -> None:
