@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -95,10 +95,6 @@ class Place:
     exchange: CliqueExchange | None = None
     present: frozenset[SaveId] = frozenset()
     is_busy: bool = False
-
-    def parts_of(self, parts: Mapping[CliqueExchange | None, Sequence[Part]]) -> list[Part]:
-        """Return the parts that belong here, of this rank's own and of those that each exchange has brought."""
-        return [*parts[None], *(parts[self.exchange] if self.exchange is not None else ())]
 
     def note(self, save: SaveId, written: int) -> None:
         """Note how many parts of a save are there."""
@@ -266,7 +262,8 @@ class Copier:
             making.arrived.set()
         for place in places:
             if not place.is_memory:
-                self._writers[place].do(partial(self._write, place, making, place.parts_of(parts)))
+                theirs = parts[place.exchange] if place.exchange is not None else []
+                self._writers[place].do(partial(self._write, place, making, [*parts[None], *theirs]))
 
     def _taken(self, making: Making, take: Callable[[], Content | None]) -> Content | None:
         """Return this rank's state; None if there is none or, with a warning, if it cannot be copied."""

@@ -332,7 +332,7 @@ class LocalCheckpointManager:
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
         content = content_of(_plain(state))
-        content = content.on_host(copy=True) if is_async else content
+        content = content.copy() if is_async else content
         return content, None if self.repl_strategy is None else state_of(content)
 
     def _replicate(self, content: Content, state: Tree, part: PartId) -> list[tuple[PartId, Content]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BufferedIOBase
 from typing import Annotated, Protocol
 
@@ -123,10 +123,9 @@ class Content:
         """
         return state_tree.join(self.structure, self.tensors, placed)
 
-    def on_host(self, copy: bool = False) -> Content:
-        """Return this content in host memory; as a ``copy``, it shares nothing with the original."""
-        moved = tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors)
-        return replace(self, tensors=moved, memory=None if copy else self.memory)
+    def copy(self) -> Content:
+        """Return a copy in host memory, which shares nothing with this content."""
+        return Content(self.structure, tuple(tensor.to("cpu", copy=True) for tensor in self.tensors))
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:

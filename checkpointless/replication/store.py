@@ -80,7 +80,7 @@ class _Kept:
 
     def read(self, is_shared: bool = False) -> Part:
         self.part.verify()
-        return self.part if is_shared else replace(self.part, content=self.part.content.on_host(copy=True))
+        return self.part if is_shared else replace(self.part, content=self.part.content.copy())
 
 
 class MemoryStore:
@@ -99,7 +99,7 @@ class MemoryStore:
     def write(self, part: Part, holder: int) -> None:
         """Keep a part, or a copy of it if it lies in memory of somebody else's."""
         if part.content.memory is None:
-            part = replace(part, content=part.content.on_host(copy=True))
+            part = replace(part, content=part.content.copy())
         with self._lock:
             self._parts = {**self._parts, part.id: _Kept(part)}
 

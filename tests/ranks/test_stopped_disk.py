@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from checkpointless.observability.telemetry.events import EVENTS_FILE, read_even
 from checkpointless.observability.telemetry.scribe import traceback_path
 from tests.ports import free_port
 from tests.ranks.agent_job import Ended, Job
+from tests.stopped_paths import StoppedPaths
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -23,45 +23,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 TOKEN = "a secret of the tests that is long enough"
 NODE_TIMEOUT_S = 3.0
 RANKS = range(4)
-
-
-class StoppedPaths:
-    """Lets nobody open the files from now on: whoever tries waits.
-
-    Args:
-        paths: the files; what is there is kept.
-    """
-
-    def __init__(self, *paths: Path) -> None:
-        self._paths = paths
-        for path in paths:
-            path.parent.mkdir(exist_ok=True)
-            os.mkfifo(path.with_name(f"{path.name}.fifo"))
-            if path.exists():
-                os.link(path, path.with_name(f"{path.name}.kept"))
-            os.rename(path.with_name(f"{path.name}.fifo"), path)
-
-    def go_on(self) -> None:
-        """Let the files be written again, and add to them what those who waited then write."""
-        for path in self._paths:
-            kept, fifo = path.with_name(f"{path.name}.kept"), path.with_name(f"{path.name}.fifo")
-            if not kept.exists():
-                kept.write_text("")
-            os.link(path, fifo)
-            os.rename(kept, path)  # whoever comes now finds the file
-            reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-            writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-            data = b""
-            quiet_at_s = time.monotonic() + 1.0
-            while time.monotonic() < quiet_at_s:
-                try:
-                    data += os.read(reader, 1 << 16)
-                except BlockingIOError:
-                    time.sleep(0.01)
-            os.close(writer)
-            os.close(reader)
-            with path.open("ab") as file:
-                file.write(data)
 
 
 class TwoNodes:

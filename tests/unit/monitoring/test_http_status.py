@@ -35,6 +35,8 @@ from tests.unit.monitoring.http_exchange import SNAPSHOT, answer, pages_of
         ("GET /status HTTP/9.9", 505),
         ("GET /status HTTP/x", 400),
         ("SSH-2.0-OpenSSH_9.6", 400),
+        pytest.param(f"GET /{'x' * 70_000} HTTP/1.1", 414, id="too long"),
+        pytest.param("GET /status HTTP/1.1" + "\r\na:" * 1000, 431, id="too many headers"),
         ("", 400),
     ],
 )
@@ -46,14 +48,6 @@ def test_requests(request_line: str, status: int) -> None:
     assert reply.startswith(f"HTTP/1.0 {status} ".encode())
     assert b"etc" not in reply
     assert reply.endswith(b"\r\n\r\n") == request_line.startswith("HEAD")
-
-
-@pytest.mark.parametrize(
-    ("head", "status"),
-    [(b"GET /status HTTP/1.1\r\n" + b"a:\r\n" * 1000, 431), (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", 414)],
-)
-def test_what_is_too_large_is_refused(head: bytes, status: int) -> None:
-    assert answer(head, pages_of(SNAPSHOT)).startswith(f"HTTP/1.0 {status} ".encode())
 
 
 @given(st.binary(max_size=300), st.sampled_from([b"", b"GET ", b"GET /status ", b"HEAD / HTTP/1.1\r\n"]))

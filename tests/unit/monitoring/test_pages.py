@@ -36,24 +36,9 @@ def test_the_status_is_the_snapshot() -> None:
     status, body = get(pages_of(SNAPSHOT), "/status")
     found = json.loads(body)
     assert status == 200
-    assert {key: found[key] for key in ("node", "generation", "high_water", "incident")} == {
-        "node": 0,
-        "generation": 3,
-        "high_water": 7,
-        "incident": "4",
-    }
-    assert found["ranks"][0] == {
-        "rank": 0,
-        "state": "leaving",
-        "pid": 4242,
-        "incarnation": 1,
-        "committed": 7,
-        "making": 8,
-        "beat_age_s": 0.25,
-    }
-    assert found["job"]["incidents"] == 4
-    assert found["job"]["nodes"][1] == {"node": 1, "state": "absent", "why": "it closed the connection"}
-    assert found["job"]["inexact"] == 1
+    assert [found[key] for key in ("node", "generation", "high_water", "incident")] == [0, 3, 7, "4"]
+    assert found["ranks"] == [vars(each) for each in SNAPSHOT.ranks]
+    assert found["job"] == vars(SNAPSHOT.job)
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -106,14 +91,9 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
     assert counts == {"in-process": 1, "process": 1, "node": 0, "job": 0}
     assert found["recovery_seconds_sum", "process"] == 40
     buckets = re.findall(r'recovery_seconds_bucket{le="([^"]+)",node="0",rung="process"} (\S+)', body)
-    assert buckets == [
-        ("0.5", "0.0"),
-        ("1.0", "0.0"),
-        ("2.0", "0.0"),
-        ("5.0", "0.0"),
-        ("10.0", "0.0"),
-        ("30.0", "0.0"),
-    ] + [(bound, "1.0") for bound in ("60.0", "120.0", "300.0", "600.0", "+Inf")]
+    below = [bound for bound, count in buckets if count == "0.0"]
+    assert below == ["0.5", "1.0", "2.0", "5.0", "10.0", "30.0"]
+    assert [bound for bound, count in buckets if count == "1.0"] == ["60.0", "120.0", "300.0", "600.0", "+Inf"]
     assert (found["steps_lost_total", ""], found["nodes_given_up_total", ""]) == (3, 1)
     assert found["device_checks_failed_total", ""] == 1
     assert found["job_nodes", "absent"] == found["job_nodes", "joined"] == found["job_spares", ""] == 1

@@ -105,7 +105,7 @@ def _encoded(value: object) -> Tree | None:
     if type(value) is io.BytesIO:
         return {_STREAM: value.getvalue(), "at": value.tell()}
     try:
-        return Content.of({_PLAIN: value}).on_host(copy=True).state()
+        return Content.of({_PLAIN: value}).copy().state()
     except (TypeError, ValueError):  # StateTreeError is one of them
         return None
 
@@ -118,7 +118,7 @@ def _decoded(tree: Mapping[str, Tree]) -> Tree:
         return stream
     if _PLAIN not in tree:
         raise ValueError("an object was not encoded as it should be")
-    return Content.of(tree[_PLAIN]).on_host(copy=True).state()
+    return Content.of(tree[_PLAIN]).copy().state()
 
 
 # --- chunks: the pieces of global tensors and objects that leaves of a sharded state stand for --------------------
