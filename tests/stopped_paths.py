@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 class StoppedPaths:
-    """Lets nobody open the files from now on: whoever tries waits.
-
-    Args:
-        paths: the files; what is there is kept.
-    """
+    """Lets nobody open the files from now on: whoever tries waits; what is there is kept."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths

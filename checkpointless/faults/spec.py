@@ -47,20 +47,15 @@ _OTHER_PROCESSES = "a spare node's processes, or by those of the node when it is
 
 
 class FaultKind(enum.Enum):
-    """The kind of a fault: what goes wrong.
-
-    Attributes:
-        expected: the expected outcome; in every case, the losses are those of a run without the fault.
-        variants: its variants (``how=``), the default one first; empty without any.
-        default_s: how many seconds it lasts, unless ``seconds=`` is given; None: it has no duration.
-        is_of_node: whether it happens to a node, so the job must have several nodes.
+    """The kind of a fault: what goes wrong, with its expected outcome, in which the losses are those without the
+    fault.
     """
 
     expected: str
     phases: frozenset[FaultPhase]
-    variants: tuple[str, ...]
-    default_s: float | None
-    is_of_node: bool
+    variants: tuple[str, ...]  # ``how=``, the default one first
+    default_s: float | None  # how many seconds it lasts, unless ``seconds=`` is given; None: it has no duration
+    is_of_node: bool  # whether it happens to a node, so the job must have several nodes
 
     EXCEPTION = "exception", "recovered in process"
     OOM = "oom", "recovered in process"

@@ -99,10 +99,8 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], None]) -> None:
-        """Have ``fn`` called after the other functions that end the save.
-
-        Raises:
-            RuntimeError: the request is frozen.
+        """Have ``fn`` called after the other functions that end the save; ``RuntimeError`` if the request is
+        frozen.
         """
         if self.is_frozen:
             raise RuntimeError("the request is scheduled: nothing can be added to its end any more")
@@ -281,10 +279,9 @@ class LocalCheckpointManager:
     # --- agreement ------------------------------------------------------------------------------------------------
 
     def _open(self, call: str, iteration: int | None = None) -> tuple[str, set[SaveId]]:
-        """Begin a call: all ranks learn that all make the same call.
-
-        A rank whose process is new may know less than the others; then no rank relies on what it knew. Return a
-        token for a new save, the same on all ranks, and the saves that any rank takes for being made.
+        """Begin a call: all ranks learn that all make the same call; where one, maybe new, knows something else,
+        none relies on it. Return a token for a new save, the same on all ranks, and the saves that any rank takes
+        for being made.
         """
         told = gather(
             {
@@ -325,9 +322,8 @@ class LocalCheckpointManager:
     # --- saving ---------------------------------------------------------------------------------------------------
 
     def _prepare(self, state: Tree, iteration: int, is_async: bool) -> tuple[Content, Tree]:
-        """Check what can be checked, and copy what must be copied, before other ranks are needed.
-
-        Return the content, and the state of it for the peers, if there are any.
+        """Check and copy what can be, before other ranks are needed; return the content, and its state for peers,
+        if there are any.
         """
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
@@ -546,10 +542,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
     ) -> tuple[Delivery, ...]:
-        """Plan how the members get the checkpoints that they miss, on all alike. Collective in the clique.
-
-        Raises:
-            NoReplicasAvailableError: on every member, if no other one has what one of them wants.
+        """Plan how the members get what they miss, on all alike; ``NoReplicasAvailableError`` if no other one has
+        it. Collective in the clique.
         """
         everybodys = all_gather_json(list(wanted), self.local_group.group)
         plan = []
@@ -565,11 +559,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return tuple(plan)
 
     def retrieve_execute(self, plan: Sequence[Delivery], held: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Carry a plan out. Collective in the clique.
-
-        Raises:
-            TransferError: a part did not arrive whole.
-        """
+        """Carry a plan out; ``TransferError`` if a part did not arrive whole. Collective in the clique."""
         due = {id_ for each in plan if each.source == dist.get_rank() for id_ in each.names}
         arrived = deliver(plan, {id_: content_of(held[id_]) for id_ in due}, device=self.target_device)
         return {id_: state_of(content) for id_, content in arrived.items()}

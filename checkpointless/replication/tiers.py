@@ -249,10 +249,8 @@ TIERS: Mapping[str, type[Tier]] = {
 
 
 def make_tiers(settings: Mapping[str, Mapping[str, Any] | None]) -> list[Tier]:
-    """Return the tiers that a recipe asks for, by names in :data:`TIERS`, or dotted names of classes of one's own.
-
-    Raises:
-        ValueError: a tier is not known, or not made in this way; the message is one line that says what to do.
+    """Return the tiers that a recipe asks for, by names in :data:`TIERS`, or dotted names of classes of one's own;
+    the message of a ``ValueError`` is one line that says what to do.
     """
     made = []
     for name, arguments in settings.items():
@@ -320,15 +318,10 @@ _FACT = "lineage"
 
 
 class Copies:
-    """Makes copies of this rank's state, and keeps its neighbors'. All ranks call each method together.
-
-    While training goes on, the state is copied to host memory in a thread, goes to the neighbors from there, and
-    is written to directories in another one. Training waits for the first of these before its next update, for
-    the second before copies are due again, and for the third never: if a directory is too slow, a save is left
-    out. Tiers are asked in the order of their costs.
-
-    Raises:
-        ValueError: two tiers have the same name.
+    """Makes copies of this rank's state, and keeps its neighbors', in threads while training goes on; tiers are
+    asked in the order of their costs. All ranks call each method together. Training waits for the copy in host
+    memory before its next update, for neighbors before copies are due again, and for directories never: a save is
+    left out if one is too slow.
     """
 
     def __init__(self, tiers: Sequence[Tier] = ()) -> None:

@@ -166,7 +166,7 @@ def _draw(
         raise ValueError(f"chaos needs at least {fewest} ranks, not {most_ranks}")
     dice = random.Random(f"checkpointless/{seed}/{number}/{overlap}{scope.name}")
     (layout,) = dice.choices([layout for layout, _ in fitting], [often for _, often in fitting])
-    drawn = _Drawn(dice, seed, number, layout, steps, scope)
+    drawn = _Drawn(dice, _Case(seed, number, layout, steps, (), _Outcome.NOTHING), scope)
     if overlap and dice.random() < 0.5:
         return dice.choice((drawn.during_recovery, drawn.at_once))()
     (group,) = dice.choices(list(_GROUPS), list(_GROUPS.values()))
@@ -176,18 +176,11 @@ def _draw(
 class _Drawn:
     """The random choices of one case."""
 
-    def __init__(
-        self, dice: random.Random, seed: int, number: int, layout: Layout, steps: int, scope: _Scope
-    ) -> None:
-        self._dice = dice
-        self._scope = scope
+    def __init__(self, dice: random.Random, blank: _Case, scope: _Scope) -> None:
+        self._dice, self._blank, self._scope, self._layout = dice, blank, scope, blank.layout
         self._before_update = scope.known(_BEFORE_UPDATE)
-        self._seed = seed
-        self._number = number
-        self._layout = layout
-        self._steps = steps
-        self._step = dice.randrange(3, steps)
-        self._rank = dice.randrange(layout.world_size)
+        self._step = dice.randrange(3, blank.steps)
+        self._rank = dice.randrange(blank.layout.world_size)
 
     def alone(self, kind: FaultKind) -> _Case:
         """Return a case with one fault, in any phase of a step."""
@@ -283,7 +276,7 @@ class _Drawn:
         return sorted({self._layout.replicas(rank) for rank in range(self._layout.world_size)}, key=min)
 
     def _case(self, *faults: str, outcome: _Outcome, **more: Any) -> _Case:  # Any: further fields of the case
-        return _Case(self._seed, self._number, self._layout, self._steps, faults, outcome, **more)
+        return replace(self._blank, layout=self._layout, faults=faults, outcome=outcome, **more)
 
 
 def _after(kind: FaultKind) -> _Outcome:

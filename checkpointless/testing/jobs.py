@@ -196,15 +196,11 @@ def _steps_in(path: Path) -> tuple[int, int] | None:
         return None
 
 
-def _silent(_: str) -> None:
-    """Say nothing."""
-
-
 def run_jobs(
     jobs: Sequence[Job],
     most: int = 1,
-    say: Callable[[str], None] = _silent,
-    tell: Callable[[str], None] = _silent,
+    say: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Ended]:
     """Run jobs, ``most`` at a time, until all have ended, also after Ctrl-C. ``tell`` gets the lines of the first
     agents.

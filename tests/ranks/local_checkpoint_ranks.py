@@ -63,17 +63,8 @@ def play(
     factor: int = 2,
     node_size: int = 2,
 ) -> list[dict[str, Any]]:
-    """Make calls of a manager, one after the other, with a barrier between two.
-
-    Args:
-        root: each node has a directory in it.
-        calls: names of methods of :class:`Player`, and their arguments.
-        jump: J of the cliques; None: without replication.
-        factor: F of the cliques.
-        node_size: ranks of a node.
-
-    Returns:
-        What each call returned, or the type and words of what it raised.
+    """Make calls of a :class:`Player`, with a barrier between two, on nodes of ``node_size`` ranks that each have a
+    directory in ``root``. Return what each call returned, or the type and words of what it raised.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     if dist.get_rank() % 2:  # as where Megatron has groups of single pipeline stages: ranks know different groups
@@ -111,13 +102,7 @@ class Unknown(BasicTensorAwareStateDict):
 
 
 class Player:
-    """Makes the calls.
-
-    Args:
-        root: where the nodes' directories are.
-        folder: this node's.
-        strategy: of the manager.
-    """
+    """Makes the calls."""
 
     def __init__(self, root: Path, folder: Path, strategy: ReplicationStrategy | None) -> None:
         self.root = root
@@ -273,10 +258,8 @@ def one_cannot_replicate(jump: int, factor: int) -> str:
 
 
 def cliques_asked_for(cases: Sequence[tuple[Sequence[int], int]]) -> list[str]:
-    """Ask for cliques on nodes of some size, and return the words of what this rank raised each time.
-
-    Args:
-        cases: the jump that each rank asks for, and the size of a node.
+    """Ask for cliques with the jump of each rank, on nodes of some size; return the words of what was raised each
+    time.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     raised = []

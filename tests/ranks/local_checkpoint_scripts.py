@@ -74,15 +74,7 @@ def _on_the_cpu(theirs: type[Any]) -> type[Any]:
 
 
 class Script:
-    """A script's training: a model whose weights say which rank trained them, and how often.
-
-    Args:
-        names: what the script has imported.
-        root: the nodes' directories are in it, one for each two ranks.
-        session: the script's session.
-        replication: jump and factor; None: there is none.
-        is_lazy: whether the strategy is made when it is first used.
-    """
+    """A script's training: a model whose weights say which rank trained them, and how often."""
 
     def __init__(
         self, names: SimpleNamespace, root: Path, session: str, replication: list[int] | None, is_lazy: bool
@@ -148,10 +140,8 @@ def play(
     lost: str = "",
     resumes: list[str] | None = None,
 ) -> list[Any]:
-    """Train in session "one", lose a node's directory, and resume in each of some sessions.
-
-    Returns:
-        Of each resumption, the iteration that was found, and where the training is six steps later; or the error.
+    """Train in session "one", lose a node's directory, and resume in some sessions. Return what each resumption
+    found, and where the training is six steps later.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     names = imported(whose)

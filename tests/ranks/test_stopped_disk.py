@@ -26,12 +26,7 @@ RANKS = range(4)
 
 
 class TwoNodes:
-    """Runs a job of two nodes of two ranks each.
-
-    Args:
-        run_dir: of both.
-        notes: where the ranks note what they do.
-    """
+    """Runs a job of two nodes of two ranks each, which note what they do."""
 
     def __init__(self, run_dir: Path, notes: Path) -> None:
         self.run_dir, self._notes = run_dir, notes

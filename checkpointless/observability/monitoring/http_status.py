@@ -56,17 +56,9 @@ class _Page:
 class _Watched(Protocol):
     """Where a loop leaves what it sees, for another thread to read."""
 
-    @property
-    def snapshot(self) -> Snapshot:
-        """The newest look at the job."""
-
-    @property
-    def metrics(self) -> Metrics:
-        """What is counted."""
-
-    @property
-    def run_log(self) -> RunLog | None:
-        """Reads what ranks measured and what the run's time was spent on; None where there is no event log."""
+    snapshot: Snapshot
+    metrics: Metrics
+    run_log: RunLog | None  # None where there is no event log
 
 
 def _page_at(path: str, watch: _Watched) -> _Page | None:

@@ -55,9 +55,8 @@ class _Scribe:
         self._missed: int | None = None  # value of _done when the last flush gave up
 
     def put(self, write: Callable[[], object], *, chatter: bool = False) -> bool:
-        """Queue ``write`` to be run by the thread, which logs what it raises; return False if too many wait.
-
-        ``chatter`` is dropped before other functions.
+        """Queue ``write``, and log what it raises; return False if too many wait. ``chatter`` is dropped before
+        others.
         """
         if self._waiting.qsize() >= (MAX_CHATTER_WAITING if chatter else MAX_WAITING):
             return False
@@ -255,9 +254,8 @@ TRACEBACKS_DIR = "tracebacks"
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Cut from the traceback of an exception the frames that led to the user's code: the package's and runpy's.
-
-    It stays whole if no other code was on the way to where the exception was raised.
+    """Cut from an exception's traceback the frames of the package and runpy that led to the user's code, if any was
+    on the way.
     """
     first = error.__traceback__
     while first is not None and _is_own(first.tb_frame.f_code):

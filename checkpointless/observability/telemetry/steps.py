@@ -110,10 +110,8 @@ class StepLog:
         return cls(run_dir, own_rank())
 
     def record(self, step: int, loss: float | None, params: str, **more: Any) -> None:
-        """Append one step, with ``more`` fields of :class:`StepRecord`.
-
-        Raises:
-            OSError: this line or an earlier one could not be written: holes would prove nothing.
+        """Append one step, with ``more`` fields of :class:`StepRecord`; ``OSError`` if a line so far was not
+        written: holes would prove nothing.
         """
         self._append(self.path, StepRecord(step, _exact(loss), params, **more))
 
