@@ -155,7 +155,7 @@ def play(scene: Scene) -> list[Found]:
                 agent.wait(30)
         incidents = summarize(read_events(run_dir))
     if [incident.outcome for incident in incidents] != [Outcome.RESUMED] * len(scene.faults):
-        raise RuntimeError(f"{scene.name}: {[incident.sentence for incident in incidents]}")
+        raise RuntimeError(f"{scene.name}: {[each.cause for each in incidents]}")
     return [
         Found(
             scene.name,

@@ -181,7 +181,7 @@ def soak(incidents: int, run_dir: Path, temporary: Path) -> tuple[list[IncidentS
         agent.wait()
     sampler.join(timeout=10)
     found = summarize(read_events(run_dir))
-    lost = [incident.sentence for incident in found if incident.outcome is Outcome.FAILED]
+    lost = [f"{each.cause}: {each.reason}" for each in found if each.outcome is Outcome.FAILED]
     if agent.returncode != 0 or len(fired(run_dir)) != incidents or lost:
         raise RuntimeError(
             f"exit code {agent.returncode}, {len(fired(run_dir))} faults; not recovered from: {lost}"
@@ -288,7 +288,7 @@ def main() -> None:
     for incident in incidents:
         slow = incident.headline_s is not None and incident.headline_s > SLOW_S
         if incident.outcome is not Outcome.RESUMED or slow:
-            print(f"* {'; '.join((incident.sentence, *incident.steps_up))}")
+            print(f"* {'; '.join((f'{incident.cause}: {incident.outcome.value}', *incident.steps_up))}")
     if args.plot is not None:
         draw(incidents, settled, samples, args.plot)
     if args.json is not None:

@@ -15,14 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from checkpointless.replication.parts import Part, PartError, PartId, SaveId
 
 logger = logging.getLogger(__name__)
-
-_C = TypeVar("_C")
-_T = TypeVar("_T")
 
 
 class StoredPart(Protocol):

@@ -71,7 +71,7 @@ def test_callbacks_validations_and_checkpoints_are_recorded_and_compared(
     wrong = "callbacks.average={_target_: tests.ranks.job_callbacks.Average, wrong_from: 4}"
     other = compare(first.steps, train(nemo_zygote, tmp_path / "wrong", wrong, saves=False).steps)
     assert other.difference is not None
-    assert (other.difference.quantity, other.difference.step) == (Quantity.CALLBACK, 4)
+    assert (other.difference.quantity, other.difference.step) == (Quantity.CALLBACKS, 4)
     assert other.sentence.startswith("not equal: state of callback Average of step 4 on rank 0 differs")
 
 

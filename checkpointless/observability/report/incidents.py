@@ -91,16 +91,6 @@ class IncidentSummary:
         """Its cause in the sums of time: how it was noticed, except for a corrupted gradient."""
         return EventName.CORRUPTED.value if self.is_corrupted else self.how or "unknown"
 
-    @property
-    def sentence(self) -> str:
-        """The incident in one line."""
-        what = f"generation {self.generation}: {self.cause or 'unknown cause'}"
-        if self.has_resumed:
-            after = "" if self.target is None else f" after step {self.target}"
-            why = f", not exact: {self.inexact}" if self.inexact else ""
-            return f"{what}; resumed{after} in {self.headline_s:.2f} s{why}"
-        return f"{what}; {self.outcome.value}" + (f": {self.reason}" if self.reason else "")
-
 
 def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
     """Summarize each incident of a run, in the order in which the incidents began."""

@@ -129,11 +129,6 @@ class Verdict:
         reasons += [f"{what}: {_places(places)}" for what, places in self._irregular() if places]
         return "not equal: " + ("; ".join(reasons) or "no step is in both runs") + left_out
 
-    @property
-    def is_irregular(self) -> bool:
-        """Whether a step or a validation was made too often, or is missing."""
-        return any(places for _, places in self._irregular())
-
     def _irregular(self) -> tuple[tuple[str, tuple[_StepPlace, ...]], ...]:
         return (
             ("repeated steps", self.repeated),
@@ -205,7 +200,8 @@ def compare(
         ),
         **_irregular_validations(_validations(a), _validations(b)),
     )
-    return replace(verdict, equal=bool(shared) and difference is None and not verdict.is_irregular)
+    is_regular = not any(places for _, places in verdict._irregular())
+    return replace(verdict, equal=bool(shared) and difference is None and is_regular)
 
 
 def _expected(runs: Iterable[Sequence[StepRecord]]) -> set[int]:

@@ -116,9 +116,7 @@ def test_a_step_that_is_another_one_is_an_outcome() -> None:
         script.add(150, EventName.INEXACT, "point", rank, 4, "i1", step=8, reason="step 8 has another loss")
     summary = one(script)
     assert (summary.outcome, summary.has_resumed) == (Outcome.INEXACT, True)
-    assert summary.inexact == "rank 2: step 8 has another loss"
-    assert summary.reason == ""
-    assert summary.sentence.endswith(" s, not exact: rank 2: step 8 has another loss")
+    assert (summary.inexact, summary.reason) == ("rank 2: step 8 has another loss", "")
 
 
 def test_a_fault_during_recovery_takes_over() -> None:
