@@ -237,10 +237,10 @@ def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     watch.replace(MegatronTensors, "apply", "update_locally")
     watch.replace(MegatronTensors, "gather", "gather_parameters")
     watch.replace(guard, "vote", "vote", whole=True)
-    for undo in process_groups._patches._undos:
-        if undo.target is c10d.Work:
+    for target, _, original in process_groups._patches._undos:
+        if target is c10d.Work:
             work: Any = c10d.Work
-            work.wait = undo.original
+            work.wait = original
             watch.replace(c10d.Work, "wait", "torch's Work.wait")
             work.wait = _interruptible_wait(work.wait)
             watch.replace(c10d.Work, "wait", "Work.wait")

@@ -91,10 +91,10 @@ class TrainerTimer:
         self.replace(manager, "store_rng_states", STREAMS)
         self.replace(guard, "vote", VOTE, whole=True)
         self.replace(loop, "vote", VOTE, whole=True)
-        for undo in process_groups._patches._undos:
-            if undo.target is c10d.Work:
+        for target, _, original in process_groups._patches._undos:
+            if target is c10d.Work:
                 work: Any = c10d.Work
-                work.wait = undo.original
+                work.wait = original
                 self.replace(c10d.Work, "wait", TRAINING)
                 work.wait = _interruptible_wait(work.wait)
                 self.replace(c10d.Work, "wait", WAITS)

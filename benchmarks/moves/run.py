@@ -219,7 +219,7 @@ def run_case(case: Case, calm: Recording, run_dir: Path, base: LaunchConfig) -> 
             job.end()
         except TimeoutError as error:
             return Result(str(error), "", 0, (), (), time.monotonic() - began_s)
-        codes = [job.coordinator.returncode, *(each.code for each in job.agents)]
+        codes = [job.coordinator.returncode, *(each.returncode for each in job.agents)]
         lines = job.said("move").splitlines()
     if killed:
         del codes[1 + case.node]

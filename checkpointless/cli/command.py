@@ -1,13 +1,9 @@
-"""Parts that all commands share: values of options, lines for the terminal, run directories.
-
-It imports nothing heavy.
-"""
+"""Parts that all commands share: values of options, lines for the terminal, run directories. Nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import sys
 from collections.abc import Callable
@@ -117,7 +113,6 @@ def has_cuda() -> bool:
 
 
 PROG = "checkpointless"
-_STDOUT, _STDERR = 1, 2
 STDOUT = Path("-")  # as the name of a file that a command writes
 
 
@@ -130,22 +125,6 @@ def say(line: str) -> None:
         sys.stderr.flush()
 
 
-def open_standard_streams() -> None:
-    """Open what was closed of the standard streams, and have nothing wait in a buffer of standard error."""
-    while (free := os.open(os.devnull, os.O_RDWR)) <= _STDERR:  # otherwise a socket would take its number
-        os.set_inheritable(free, True)
-    os.close(free)
-    if sys.stdout is None:
-        sys.stdout = _unbuffered(_STDOUT)
-    if sys.stderr is sys.__stderr__:  # a line that was refused once would be refused again when the process ends
-        sys.stderr = _unbuffered(_STDERR)
-
-
-def _unbuffered(descriptor: int) -> io.TextIOWrapper:
-    raw = io.FileIO(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
-
-
 def out(line: str) -> None:
     """Print a line of a command's result to standard output."""
     sys.stdout.write(f"{line}\n")
@@ -154,13 +133,7 @@ def out(line: str) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what ``--help`` says of it, its options and its action.
-
-    Attributes:
-        what: what it does, in one line without a capital and a full stop.
-        act: does it and returns the exit status, or raises :class:`UsageError` if it cannot be done as asked.
-        epilog: what its ``--help`` ends with.
-    """
+    """A command; ``act`` returns the exit status, or raises :class:`UsageError` if it cannot be done as asked."""
 
     name: str
     what: str
@@ -175,12 +148,9 @@ RUNS_DIR = Path("runs")
 
 
 def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
-    """Make the directory of a new run; refuse one that already holds a run, because the two would mix.
-
-    Of several jobs that ask for one directory at the same time, one gets it.
+    """Make the directory of a new run; of several jobs that ask for one directory at the same time, one gets it.
 
     Args:
-        asked: directory that the user asked for; None: a new one under :data:`RUNS_DIR`.
         shared: whether other nodes of the same run, or this node's predecessor, may have written into it.
 
     Raises:

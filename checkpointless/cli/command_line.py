@@ -1,7 +1,6 @@
 """The command line: ``checkpointless run | train | rehearse | demo | verify | report | ...``.
 
-Neither this module nor one of a command imports anything heavy; each command imports what it needs when it runs, so
-that ``--help`` and wrong options are answered at once.
+Each command imports what is heavy when it runs, so that ``--help`` and wrong options are answered at once.
 """
 
 from __future__ import annotations
@@ -9,13 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import io
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from checkpointless.cli.command import PROG, UsageError, open_standard_streams, out, say
+from checkpointless.cli.command import PROG, UsageError, out, say
 from checkpointless.cli.commands import demo, rehearse, report, run, train
 
 COMMANDS = (
@@ -34,6 +34,7 @@ USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + 2  # what a shell reports for a process that Ctrl-C ended
 BROKEN_PIPE_EXIT_CODE = 128 + 13  # what a shell reports for a process that SIGPIPE ended
 
+_STDOUT, _STDERR = 1, 2
 _EPILOG = """\
 examples:
   checkpointless demo                                 see it work: a small GPT, two faults, equal losses
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 2 after one line on standard error if the command cannot be done as asked, and 130 after one line if
     Ctrl-C ends it before or after a job, which has an end of its own.
     """
-    open_standard_streams()
+    _open_standard_streams()
     parser = _parser()
     options, extra = parser.parse_known_args(argv)
     overrides = [text for text in extra if "=" in text and not text.startswith("-")]
@@ -129,6 +130,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of standard output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT_CODE
+
+
+def _open_standard_streams() -> None:
+    """Open what was closed of the standard streams, and have nothing wait in a buffer of standard error."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= _STDERR:  # otherwise a socket would take its number
+        os.set_inheritable(free, True)
+    os.close(free)
+    if sys.stdout is None:
+        sys.stdout = _unbuffered(_STDOUT)
+    if sys.stderr is sys.__stderr__:  # a line that was refused once would be refused again when the process ends
+        sys.stderr = _unbuffered(_STDERR)
+
+
+def _unbuffered(descriptor: int) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
 
 
 def _parser() -> argparse.ArgumentParser:

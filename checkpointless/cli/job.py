@@ -1,7 +1,4 @@
-"""A job on this node: the options that ``run`` and ``train`` share, and its launch.
-
-Options of injected faults, and of agents and coordinators: the limits of a job, and health and metrics over HTTP.
-"""
+"""A job on this node: the options that commands share, of jobs, limits, monitoring and faults, and its launch."""
 
 from __future__ import annotations
 
@@ -46,11 +43,7 @@ def add_fault_option(parser: argparse._ActionsContainer) -> None:
 def fault_specs(
     texts: Sequence[str], world_size: int, max_steps: int | None, nnodes: int = 1, cpu: bool = False
 ) -> tuple[FaultSpec, ...]:
-    """Return the faults that were asked for.
-
-    Raises:
-        UsageError: one of them cannot happen in this job.
-    """
+    """Return the faults that were asked for; raise :class:`UsageError` if one cannot happen in this job."""
     from checkpointless.faults.spec import FaultKind, FaultSpecError, parse_all, validate
 
     try:
@@ -88,11 +81,6 @@ def add_coordination_options(parser: argparse.ArgumentParser) -> None:
 
 def config_of(kind: type[_Config], options: argparse.Namespace, **more: Any) -> _Config:  # Any: of its fields
     """Return the configuration of a job: an option of a field's name gives that field, if it was given.
-
-    Args:
-        kind: class of the configuration.
-        options: the options.
-        **more: fields that are known otherwise.
 
     Raises:
         UsageError: a value is out of range.
@@ -134,13 +122,7 @@ def _nbytes(text: str) -> int:
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank of a job runs: a script, or a module.
-
-    Attributes:
-        job: the name of the job.
-        preload: dotted names to import once before the ranks are forked; None: what the script imports from
-            installed packages.
-    """
+    """What every rank of a job runs: fields of ``LaunchConfig``."""
 
     job: str
     script: str
@@ -187,10 +169,6 @@ def launch_job(
 
     Args:
         steps: number of optimizer steps of the job; None if not known.
-        more: more keyword arguments of ``LaunchConfig``.
-
-    Raises:
-        UsageError: the job cannot be done as asked.
     """
     from checkpointless.cli.terminal import Terminal, closing_line
     from checkpointless.faults.ledger import not_fired
@@ -245,11 +223,11 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
 
 def _say_worst(config: LaunchConfig) -> None:
     """Print the worst findings of this node, one line each."""
-    from checkpointless.doctor.findings import headline, worst_first
+    from checkpointless.doctor.findings import worst_first
     from checkpointless.doctor.node import quick
 
     for each in worst_first(quick(config.nproc_per_node, config.cpu, os.environ))[:_WORST]:
-        say(f"{headline(each)} (all findings: checkpointless doctor)")
+        say(f"{each.headline} (all findings: checkpointless doctor)")
 
 
 def _announce(config: LaunchConfig) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -43,9 +44,9 @@ _MARKS = {
 _STAGE_TITLE = "seconds of each stage, on the rank that took longest"
 
 
-def console() -> Console:
-    """Return a console that shows text as it is."""
-    plain = Console(markup=False, highlight=False, emoji=False)
+def console(**more: Any) -> Console:  # Any: of different types
+    """Return a console that shows text as it is; ``more`` are arguments of rich's."""
+    plain = Console(markup=False, highlight=False, emoji=False, **more)
     if not plain.is_terminal:
         plain.width = _FILE_WIDTH
     return plain
@@ -69,14 +70,9 @@ def show_report(report: Report, page: Console) -> None:
         page.print(_incident_table(report))
         page.print(_bar_table(report))
         page.print(_stage_table(report))
-    if report.devices:
-        page.print(_device_table(report))
-    if report.failed_saves:
-        page.print(_failed_save_table(report))
-    if report.stragglers:
-        page.print(_straggler_table(report))
-    if report.corrupted:
-        page.print(_corrupted_table(report))
+    for table in _other_tables(report):
+        if table.row_count:
+            page.print(table)
     _show_goodput(report.goodput, page)
     step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
     tracebacks = Path(run.path) / TRACEBACKS_DIR
@@ -103,13 +99,8 @@ def _show_goodput(goodput: Goodput | None, page: Console) -> None:
 
 
 def html_page(job: Job, tracebacks: Sequence[Mapping[str, str]]) -> str:
-    """Return what the terminal shows as one web page that needs nothing else.
-
-    Args:
-        job: the job.
-        tracebacks: for each of its runs, those that are known, by incident.
-    """
-    page = Console(file=io.StringIO(), record=True, width=_FILE_WIDTH, markup=False, highlight=False, emoji=False)
+    """Return what the terminal shows, with the tracebacks of each run by incident, as a page of its own."""
+    page = console(file=io.StringIO(), record=True)
     show_job(job, page)
     for report, known in zip(job.runs, tracebacks, strict=True):
         _show_tracebacks(report, known, page)
@@ -187,38 +178,37 @@ def _lost_table(goodput: Goodput) -> Table:
     return table
 
 
-def _device_table(report: Report) -> Table:
-    table = Table("node", "rank", "why", "remedy", title="failed device checks", title_justify="left")
-    for each in report.devices:
-        row = (each["node"], str(each["rank"]), each["why"], each["remedy"])
-        table.add_row(*(wording.printable(text, _LONGEST_CAUSE) for text in row))
-    return table
-
-
-def _straggler_table(report: Report) -> Table:
+def _other_tables(report: Report) -> Iterator[Table]:
+    """Yield the tables of what is no incident, each of which may have no rows."""
+    yield _filled(
+        Table("node", "rank", "why", "remedy", title="failed device checks", title_justify="left"),
+        ((each["node"], str(each["rank"]), each["why"], each["remedy"]) for each in report.devices),
+    )
+    yield _filled(
+        Table("checkpoint", "ranks", "why", title="not saved", title_justify="left"),
+        ((each["path"], ", ".join(map(str, each["ranks"])), each["reason"]) for each in report.failed_saves),
+    )
     columns = ("rank", "node", "slow in", "found after step", "work of a step", "usually", "lasted")
     table = Table(*columns, title="slow ranks", title_justify="left")
     for each in report.stragglers:
         lasted = "to the end" if each.lasted_s is None else wording.duration(each.lasted_s)
         where = (str(each.rank), str(each.node), each.why, str(each.step))
         table.add_row(*where, wording.duration(each.own_s), wording.duration(each.usual_s), lasted)
-    return table
-
-
-def _corrupted_table(report: Report) -> Table:
+    yield table
     table = Table("rank", "step", "gradient of", "the step", title="computed wrongly", title_justify="left")
-    for each in report.corrupted:
-        more = f" and {each['parameters'] - 1} more" if each["parameters"] > 1 else ""
-        what = wording.printable(each["parameter"], _LONGEST_CAUSE) + more
-        table.add_row(str(each["rank"]), str(each["step"]), what, "was redone" if each["redone"] else "was right")
-    return table
+    for wrong in report.corrupted:
+        more = f" and {wrong['parameters'] - 1} more" if wrong["parameters"] > 1 else ""
+        what = wording.printable(wrong["parameter"], _LONGEST_CAUSE) + more
+        table.add_row(
+            str(wrong["rank"]), str(wrong["step"]), what, "was redone" if wrong["redone"] else "was right"
+        )
+    yield table
 
 
-def _failed_save_table(report: Report) -> Table:
-    table = Table("checkpoint", "ranks", "why", title="not saved", title_justify="left")
-    for each in report.failed_saves:
-        path, why = (wording.printable(each[name], _LONGEST_CAUSE) for name in ("path", "reason"))
-        table.add_row(path, ", ".join(map(str, each["ranks"])), why)
+def _filled(table: Table, rows: Iterable[Sequence[str]]) -> Table:
+    """Add rows of foreign text to a table."""
+    for row in rows:
+        table.add_row(*(wording.printable(text, _LONGEST_CAUSE) for text in row))
     return table
 
 
@@ -246,7 +236,7 @@ def _incident_table(report: Report) -> Table:
             wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
             _level(incident),
             ended + (f": {wording.printable(why, _LONGEST_CAUSE)}" if why else ""),
-            _lost(incident),
+            _number(incident.steps_lost) if incident.has_resumed else "",
             _sources(incident),
             "" if incident.headline_s is None else wording.duration(incident.headline_s),
         )
@@ -295,12 +285,6 @@ def _sources(incident: IncidentSummary) -> str:
     filled = [f"{ranks}: {wording.size(incident.nbytes)}"] if incident.sources else []
     copies = [f"{tier}: {wording.numbered('rank', filled)}" for tier, filled in incident.tiers.items()]
     return "; ".join([*filled, *copies])
-
-
-def _lost(incident: IncidentSummary) -> str:
-    if not incident.has_resumed:
-        return ""
-    return _number(incident.steps_lost)
 
 
 def _level(incident: IncidentSummary) -> str:

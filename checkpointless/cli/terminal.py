@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -9,7 +10,6 @@ import queue
 import shlex
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as OutOfTimeError
@@ -41,10 +41,6 @@ class Terminal:
     """Shows the agent's lines and, between them, how each incident proceeds according to the job's event log.
 
     A separate thread writes, so that a blocked terminal holds up nothing else.
-
-    Args:
-        node: index of this agent's node; -1 for a coordinator in a separate process.
-        logs: directory of the logs; None: the usual one in ``run_dir``.
     """
 
     def __init__(self, write: Callable[[str], None], run_dir: Path, node: int, logs: Path | None = None) -> None:
@@ -53,9 +49,7 @@ class Terminal:
         self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
         self._reading: Future[list[bytes]] | None = None  # what the log's disk still owes
         self._narrator = Narrator(run_dir, node, os.getpid(), logs)
-        # An incident's first and last line come from the agent and from the event log; the first to come is shown.
-        self._from_agent: Counter[str] = Counter()
-        self._from_log: Counter[str] = Counter()
+        self._waiting: list[tuple[int, str | None]] = []  # taken out of that, and not shown yet
         self._closing = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
@@ -76,8 +70,7 @@ class Terminal:
     def _run(self) -> None:
         while not self._closing:
             self._survive(self._turn)
-        self._survive(lambda: self._look([]))
-        self._survive(lambda: self._show(self._narrator.close()))
+        self._survive(lambda: self._show(self._events()))
 
     def _survive(self, work: Callable[[], None]) -> None:
         """Do a part of the work; an error in it costs that part, and not the lines that come later."""
@@ -89,33 +82,23 @@ class Terminal:
             self._has_failed = True
 
     def _turn(self) -> None:
-        """Show what has come, in the order in which it came."""
-        said = []
-        try:
-            said.append(self._said.get(timeout=_TELLING_S if self._narrator.is_telling else _CALM_S))
-            while True:
-                said.append(self._said.get_nowait())
-        except queue.Empty:
-            pass
-        self._closing = any(line is None for _, line in said)
-        self._look([(at_ns, line) for at_ns, line in said if line is not None])
-        self._survive(lambda: self._show(self._narrator.tick(time.monotonic())))
-
-    def _look(self, said: Iterable[tuple[int, str]]) -> None:
-        """Show the agent's lines and, between them, the lines for new events of the log."""
-        both: list[tuple[int, str | Event]] = [*said]
-        if both:  # events that this process emitted before these lines are to be shown before them
+        """Show what has come, in the order in which it came: the agent's lines and those for events of the log."""
+        with contextlib.suppress(queue.Empty):
+            pause_s = _TELLING_S if self._narrator.is_telling else _CALM_S
+            self._waiting.append(self._said.get(timeout=0 if self._waiting else pause_s))
+        complete_ns = time.time_ns()  # what came until now is in what is read next
+        if self._waiting:
             scribe.flush(_FLUSH_S)
-        self._survive(lambda: both.extend((event.ts, event) for event in self._events()))
-        for _, each in sorted(both, key=lambda item: item[0]):
-            self._survive(functools.partial(self._show_next, each))
-
-    def _show_next(self, each: str | Event) -> None:
-        if isinstance(each, Event):
-            self._show(self._narrator.take(each, time.monotonic()))
-        else:
-            self._wait_for_last_words(each)
-            self._show_once(each, self._from_agent, self._from_log)
+        events: list[Event] = []
+        self._survive(lambda: events.extend(self._events()))
+        while not self._said.empty():
+            self._waiting.append(self._said.get_nowait())
+        until_ns = max([complete_ns, *(event.ts for event in events)])
+        due = [each for each in self._waiting if each[0] <= until_ns]
+        self._waiting = [each for each in self._waiting if each[0] > until_ns]
+        self._closing = any(line is None for _, line in due)
+        self._show(events, [(at_ns, line) for at_ns, line in due if line is not None])
+        self._survive(lambda: self._write_all(self._narrator.tick(time.monotonic())))
 
     def _events(self) -> list[Event]:
         """Return the new events; while the log's disk stalls, none, so that the agent's lines are still shown."""
@@ -126,26 +109,31 @@ class Terminal:
         self._reading = None
         return [event for event in map(parse_event, reading.result()) if event is not None]
 
-    def _wait_for_last_words(self, line: str) -> None:
-        """If ``line`` is the last line of an incident, wait for the ranks' lines, which belong before it."""
-        deadline_s = time.monotonic() + _LAST_WORDS_S
-        while self._narrator.closing == line and time.monotonic() < deadline_s:
-            time.sleep(_TELLING_S / 5)
-            self._look([])
-        if self._narrator.closing == line:
-            self._show(self._narrator.close())
+    def _show(self, events: Iterable[Event], said: Iterable[tuple[int, str]] = ()) -> None:
+        both: list[tuple[int, str | Event]] = [*said, *((event.ts, event) for event in events)]
+        for _, each in sorted(both, key=lambda item: item[0]):
+            self._survive(functools.partial(self._show_next, each))
 
-    def _show(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._show_once(line, self._from_log, self._from_agent)
-
-    def _show_once(self, line: str, source: Counter[str], other: Counter[str]) -> None:
-        if other[line] > 0:
-            other[line] -= 1
+    def _show_next(self, each: str | Event) -> None:
+        if isinstance(each, Event):
+            self._write_all(self._narrator.take(each, time.monotonic()))
             return
-        if line.startswith(INCIDENT):
-            source[line] += 1
-        self._write(line)
+        if each.startswith(INCIDENT):
+            self._wait_for_last_words()
+        self._write(each)
+
+    def _wait_for_last_words(self) -> None:
+        """If an incident is over, wait for what the ranks report, which belongs before its last line."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while self._narrator.is_over and time.monotonic() < deadline_s:
+            time.sleep(_TELLING_S / 5)
+            self._show(self._events())
+        if self._narrator.is_over:
+            self._narrator.close()
+
+    def _write_all(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._write(line)
 
 
 # --- The last line of a job: its steps, the cost of its incidents, and the report ---------------------------------

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import TimeoutError as OutOfTimeError
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 
 from checkpointless.observability.telemetry import wording
-from checkpointless.observability.telemetry.scribe import in_thread
 
 JSON_FORMAT = 2  # of what :func:`as_json` gives; raised when a reader of the former cannot read the next
-_LONGEST = 400  # characters of a text from outside
+LONGEST = 400  # characters of a text from outside
 
 
 class Severity(Enum):
@@ -52,15 +50,16 @@ class Finding:
         """Whether this is a warning or an error."""
         return self.severity in (Severity.ERROR, Severity.WARNING)
 
+    @property
+    def headline(self) -> str:
+        """The finding in one line, for a terminal that shows other lines, too."""
+        todo = f": {self.todo}" if self.todo else ""
+        return wording.printable(f"{self.severity.value}: {self.seen}{todo}", 2 * LONGEST)
+
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings in the order in which they are shown: by severity, then by family."""
     return sorted(findings, key=lambda each: (_SEVERITIES.index(each.severity), _FAMILIES.index(each.family)))
-
-
-def exit_code(findings: Iterable[Finding]) -> int:
-    """Return the exit code for scripts: 1 if there is a warning or an error, else 0."""
-    return int(any(each.is_to_change for each in findings))
 
 
 def as_json(findings: Iterable[Finding]) -> str:
@@ -71,21 +70,3 @@ def as_json(findings: Iterable[Finding]) -> str:
     ]
     worst = rows[0]["severity"] if rows else Severity.OK.value
     return json.dumps({"format": JSON_FORMAT, "worst": worst, "findings": rows}, indent=1)
-
-
-def headline(finding: Finding) -> str:
-    """Return a finding in one line, for a terminal that shows other lines, too."""
-    todo = f": {finding.todo}" if finding.todo else ""
-    return wording.printable(f"{finding.severity.value}: {finding.seen}{todo}", 2 * _LONGEST)
-
-
-def checked(family: Family, check: Callable[[], Sequence[Finding]], timeout_s: float) -> list[Finding]:
-    """Return what a check finds; a check that fails or does not end in ``timeout_s`` is a finding itself."""
-    try:
-        return list(in_thread(check, f"doctor-{family.value}").result(timeout_s))
-    except OutOfTimeError:
-        seen, todo = f"the check did not end within {timeout_s:g} s", "look for a disk that does not answer"
-    except Exception as error:  # noqa: BLE001 - whatever the check ran into is what is to be shown
-        seen = wording.printable(f"the check failed: {type(error).__name__}: {error}", _LONGEST)
-        todo = "report this line as a bug of checkpointless, unless it explains itself"
-    return [Finding(family, Severity.WARNING, seen, f"check of {family.value}", todo)]

@@ -2,8 +2,6 @@
 
 ``python -m checkpointless.doctor.forking`` is the child process that makes these imports. It writes JSON objects,
 one per line, into a file that it inherits: what it is importing, and in the end the trial.
-
-Whether CUDA was initialised in this process, by torch or by anybody else.
 """
 
 from __future__ import annotations
@@ -19,16 +17,17 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
 
 from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.launcher.agent.launch_config import import_environment
 from checkpointless.launcher.agent.ranks import preload as preloading
-from checkpointless.launcher.agent.ranks.fork_server import zygote_env
 from checkpointless.launcher.agent.ranks.preload import install_cpu_platform
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
-from checkpointless.launcher.agent.ranks.zygote import can_fork
+from checkpointless.launcher.agent.ranks.zygote import can_fork, zygote_env
 from checkpointless.observability.telemetry.wording import duration, plural
 
 TORCH_SIGN = "torch.cuda.is_initialized()"  # what torch knows, it says to forked children
@@ -64,6 +63,8 @@ def _has_primary_context(driver: ctypes.CDLL) -> bool:
 
 
 TIMEOUT_S = 300.0
+#: Of the child: the file to write to, the parent's pid, ``cpu``, ``script`` and ``preload`` of :func:`read`.
+_Order: TypeAlias = tuple[int, int, bool, Script | None, tuple[str, ...]]
 _INSTEAD = "import it in the function that uses it, or leave it out of --preload"
 
 
@@ -127,10 +128,9 @@ def read(
         script: what the ranks run; None: modules in its folder are not found.
     """
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
-        command = [sys.executable, "-m", "checkpointless.doctor.forking", str(said.fileno()), str(os.getpid())]
-        command += ["cpu" if cpu else "", "" if script is None else script.to_json(), *preload]
+        order = msgspec.json.encode((said.fileno(), os.getpid(), cpu, script, preload)).decode()
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "checkpointless.doctor.forking", order],
             env=zygote_env(import_environment(ranks, cpu)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -152,13 +152,9 @@ def read(
         lines = [json.loads(line) for line in said.read().splitlines()]
         reasons = errors.read()[-4096:].decode(errors="replace").strip().splitlines()
     if lines and "names" in lines[-1]:
-        return _Trial(**{name: _frozen(value) for name, value in lines[-1].items()})
+        return msgspec.convert(lines[-1], _Trial)
     at = f" at {lines[-1]['importing']}" if lines else ""
     return _Trial(error=f"the process that imports {how}{at}{f': {reasons[-1]}' if reasons else ''}")
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 class _Watch:
@@ -193,19 +189,18 @@ class _Failures(logging.Handler):
 
 def _main() -> None:
     """Import, fork once, and write down what was seen."""
-    descriptor, parent, cpu, given, *names = sys.argv[1:]
-    die_with_parent(int(parent))
-    os.set_inheritable(int(descriptor), False)
+    descriptor, parent, cpu, script, names = msgspec.json.decode(sys.argv[1], type=_Order)
+    die_with_parent(parent)
+    os.set_inheritable(descriptor, False)
 
-    def say(fields: dict[str, Any]) -> None:
-        os.write(int(descriptor), (json.dumps(fields) + "\n").encode())
+    def say(fields: _Trial | dict[str, str]) -> None:
+        os.write(descriptor, msgspec.json.encode(fields) + b"\n")
 
     failures = _Failures()
     preloading.logger.addHandler(failures)
     began_s = time.monotonic()
-    script = Script.from_json(given) if given else None
     if not names and script is not None:
-        names = list(preloading.preloads_of(script))
+        names = preloading.preloads_of(script)
     watch = _Watch()
     for number, name in enumerate(names, start=1):
         say({"importing": f"{name} ({number} of {len(names)})"})
@@ -215,8 +210,8 @@ def _main() -> None:
         install_cpu_platform()
         watch.look("the CPU platform")
     seconds = time.monotonic() - began_s
-    trial = _Trial(tuple(names), tuple(failures.lines), *watch.cuda, can_fork(), watch.threads(), seconds)
-    say(asdict(trial))
+    trial = _Trial(names, tuple(failures.lines), *watch.cuda, can_fork(), watch.threads(), seconds)
+    say(trial)
     os._exit(0)  # what was imported may take long to shut down
 
 

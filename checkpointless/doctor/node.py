@@ -1,8 +1,4 @@
-"""Examines one node: all families of checks, the quick ones also before each job.
-
-The versions of the frameworks, and what environment and kernel give to ranks: variables of torch and NCCL, folders,
-descriptors.
-"""
+"""Examines one node: versions, variables, folders, descriptors and forks; the quick checks also before each job."""
 
 from __future__ import annotations
 
@@ -13,17 +9,19 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as OutOfTimeError
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from checkpointless.doctor import forking
-from checkpointless.doctor.findings import Family, Finding, Severity, checked
+from checkpointless.doctor.findings import LONGEST, Family, Finding, Severity
 from checkpointless.integrations.compat import BRIDGE, CORE, installed, untested
 from checkpointless.launcher.agent.ranks.rank_process import Script
-from checkpointless.observability.telemetry.wording import size
+from checkpointless.observability.telemetry.scribe import in_thread
+from checkpointless.observability.telemetry.wording import printable, size
 from checkpointless.system.environment import (
     TMPDIR_ENV,
     TORCH_DISTRIBUTED_DEBUG_ENV,
@@ -61,13 +59,7 @@ _version_finding = partial(Finding, Family.VERSIONS)
 
 @dataclass(frozen=True)
 class _Torch:
-    """What torch says of its build and of the machine.
-
-    Attributes:
-        nccl: version of the NCCL that it uses (empty: none).
-        warning: what it warns of when it looks for a GPU.
-        error: why nothing is known ("" if it is).
-    """
+    """What torch says of its build and of the machine; ``error`` says why nothing is known."""
 
     nccl: tuple[int, ...] = ()
     has_gpu: bool = False
@@ -77,13 +69,7 @@ class _Torch:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The versions on a node.
-
-    Attributes:
-        needed: what checkpointless asks of each package, and of Python, as in ``>=2.6`` ("": any version).
-        torch: what torch says; None if it is not installed.
-        wants_gpu: whether there is a driver of NVIDIA's, and the job is to use it.
-    """
+    """The versions on a node, and those that checkpointless needs, as in ``>=2.6`` ("": any)."""
 
     python: str
     packages: Mapping[str, str]
@@ -299,6 +285,18 @@ def _open_files(files: int, hard: int, ranks: int) -> Finding:
     return _limit(Severity.OK, seen, source)
 
 
+def _checked(family: Family, check: Callable[[], Sequence[Finding]], timeout_s: float) -> list[Finding]:
+    """Return what a check finds; a check that fails or does not end in ``timeout_s`` is a finding itself."""
+    try:
+        return list(in_thread(check, f"doctor-{family.value}").result(timeout_s))
+    except OutOfTimeError:
+        seen, todo = f"the check did not end within {timeout_s:g} s", "look for a disk that does not answer"
+    except Exception as error:  # noqa: BLE001 - whatever the check ran into is what is to be shown
+        seen = printable(f"the check failed: {type(error).__name__}: {error}", LONGEST)
+        todo = "report this line as a bug of checkpointless, unless it explains itself"
+    return [Finding(family, Severity.WARNING, seen, f"check of {family.value}", todo)]
+
+
 _QUICK_S = 5.0  # for a check that only asks the kernel; a disk that is gone does not answer
 
 
@@ -311,24 +309,21 @@ def examine(
     script: Script | None,
     progress: Callable[[str], None],
 ) -> list[Finding]:
-    """Examine this node.
+    """Examine this node; ``progress`` is called with a line before whatever may take more than two seconds.
 
-    Args:
-        preload: names that the fork server imports.
-        script: what the ranks run; None: not known. Without it and ``preload``, imports are not tried.
-        progress: called with a line for people before whatever may take more than two seconds.
+    Without ``script``, what the ranks run, and ``preload``, imports are not tried.
     """
     progress("asking torch for its versions, in a child process")
     long_s = TORCH_TIMEOUT_S + _QUICK_S
-    findings = checked(Family.VERSIONS, lambda: _judge_versions(_read_versions(cpu)), long_s)
-    findings += checked(Family.VARIABLES, lambda: _variables(os.environ), _QUICK_S)
-    findings += checked(Family.STORAGE, lambda: _folders(os.environ, run_dir), _QUICK_S)
-    findings += checked(Family.LIMITS, lambda: [_descriptors(ranks)], _QUICK_S)
+    findings = _checked(Family.VERSIONS, lambda: _judge_versions(_read_versions(cpu)), long_s)
+    findings += _checked(Family.VARIABLES, lambda: _variables(os.environ), _QUICK_S)
+    findings += _checked(Family.STORAGE, lambda: _folders(os.environ, run_dir), _QUICK_S)
+    findings += _checked(Family.LIMITS, lambda: [_descriptors(ranks)], _QUICK_S)
     if not preload and script is None:
         seen = "imports were not tried: --script or --preload says what the fork server would import"
         return [*findings, Finding(Family.FORKING, Severity.OK, seen)]
     progress("importing in a child process what the fork server would (NeMo: 10 to 40 s)")
-    return findings + checked(
+    return findings + _checked(
         Family.FORKING,
         lambda: forking.judge(forking.read(preload, script, ranks=ranks, cpu=cpu)),
         forking.TIMEOUT_S + _QUICK_S,

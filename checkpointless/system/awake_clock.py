@@ -11,11 +11,8 @@ _MOST_S = 0.5  # a loop that is running reads its clock more often than this
 class AwakeClock:
     """Counts the seconds for which the loop that reads it was running, so that limits do not include its pauses.
 
-    Between two readings the clock advances by the time that has passed, but never by more than ``most_s``. If more
-    time has passed, this process was stopped, starved or blocked, and could not hear what others sent meanwhile.
-
-    Args:
-        most_s: a longer time than this between two readings, in seconds, is a pause.
+    If more than ``most_s`` has passed between two readings, this process was stopped, starved or blocked, and could
+    not hear what others sent meanwhile: the clock advances by no more.
     """
 
     def __init__(self, most_s: float = _MOST_S, clock: Callable[[], float] = time.monotonic) -> None:

@@ -19,15 +19,6 @@ class Patch:
     why: str
 
 
-@dataclass(frozen=True)
-class _Undo:
-    """How to undo one replacement; ``original`` is ``_ABSENT`` if the attribute was inherited or missing."""
-
-    target: object
-    attribute: str
-    original: object
-
-
 class Patches:
     """Replacements that were made, each with what it takes to undo it.
 
@@ -36,7 +27,7 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._undos: list[_Undo] = []
+        self._undos: list[tuple[object, str, object]] = []  # _ABSENT: what was there was inherited, or nothing
 
     @property
     def are_made(self) -> bool:
@@ -45,7 +36,7 @@ class Patches:
 
     def touch(self, target: object) -> bool:
         """Return whether an attribute of ``target`` is replaced."""
-        return any(undo.target is target for undo in self._undos)
+        return any(each is target for each, _, _ in self._undos)
 
     def make(self, patches: Sequence[Patch]) -> None:
         """Make the replacements of ``patches`` in their order; if one fails, undo these and all earlier ones."""
@@ -53,7 +44,7 @@ class Patches:
             for patch in patches:
                 own = vars(patch.target).get(patch.attribute, _ABSENT)
                 replacement = patch.make(getattr(patch.target, patch.attribute, None))
-                self._undos.append(_Undo(patch.target, patch.attribute, own))
+                self._undos.append((patch.target, patch.attribute, own))
                 setattr(patch.target, patch.attribute, replacement)
         except BaseException:
             self.undo()
@@ -62,8 +53,8 @@ class Patches:
     def undo(self) -> None:
         """Restore what stood there before, the last replacement first."""
         while self._undos:
-            undo = self._undos.pop()
-            if undo.original is _ABSENT:
-                delattr(undo.target, undo.attribute)
+            target, attribute, original = self._undos.pop()
+            if original is _ABSENT:
+                delattr(target, attribute)
             else:
-                setattr(undo.target, undo.attribute, undo.original)
+                setattr(target, attribute, original)

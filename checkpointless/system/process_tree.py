@@ -1,17 +1,11 @@
-"""A rank's process and those that it started: one process group of the operating system, ended together.
+"""Processes that a job starts: what the kernel says of them, and how all that they have led to is ended.
 
 A process may leave its group, but not its ancestors: whoever has adopted orphans finds all that it has led to.
-
-A child that is forked from this process can be waited for and killed like a ``subprocess.Popen``.
-
-What the kernel says of a process: whether it is stopped, blocked, computing or idle, and for how long a family of
-processes has used no processor time and written nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import select
@@ -21,11 +15,10 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
 
 from checkpointless.system import temp_folder
 
@@ -77,11 +70,7 @@ class ProcessLook:
 
 
 def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessState:
-    """Return what two looks at one process show of its state.
-
-    Args:
-        seconds: time between the two looks. A process that could run but did not is starved, and counts as busy.
-    """
+    """Return what two looks at one process show; one that could run but did not is starved, and counts as busy."""
     letter = chr(last.letter)
     if letter in "T":
         return ProcessState.STOPPED
@@ -94,28 +83,10 @@ def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessSt
     return ProcessState.IDLE if last.letter else ProcessState.UNKNOWN
 
 
-def own_age_s() -> float:
-    """Return for how many seconds this process has existed, at least: the kernel counts in hundredths."""
-    began_s = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19]) / _TICKS_PER_S
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s - 2 / _TICKS_PER_S)
-
-
 _END_S = 0.1  # a killed process takes milliseconds
-_PR_SET_CHILD_SUBREAPER = 36
 
 
-class _ChildProcess(Protocol):
-    """A child that can be waited for, as ``subprocess.Popen`` can."""
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-
-    def wait(self, timeout: float) -> int:
-        """Return how it has ended, or raise ``subprocess.TimeoutExpired``."""
-
-
-def wait_for_killed(process: _ChildProcess, timeout_s: float) -> int | None:
+def wait_for_killed(process: subprocess.Popen[bytes] | ForkedProcess, timeout_s: float) -> int | None:
     """Wait for a child that was killed, and return its code; None for one that the kernel holds."""
     try:
         return process.wait(timeout_s)
@@ -124,23 +95,32 @@ def wait_for_killed(process: _ChildProcess, timeout_s: float) -> int | None:
         return None
 
 
-#: Exit codes of :func:`begun_by_shell` for a program that cannot be run (POSIX).
+#: Exit codes of :func:`begin_by_shell` for a program that cannot be run (POSIX).
 NOT_RUN = (126, 127)
 
 
-def begun_by_shell(command: Sequence[str]) -> list[str]:
-    """Return what runs a command so that whoever starts it need not wait for the program's file system.
+def begin_by_shell(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, stdout: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """Begin a command, in a session of its own, without waiting for the file system of its program.
 
     ``subprocess`` waits until its child has become the program. Here that is the shell, which becomes the program.
     """
-    return ["/bin/sh", "-c", 'exec "$@"', "sh", *command]
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'exec "$@"', "sh", *command],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent ends, instead of the machine's first."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        logger.warning("orphans are not adopted, and may be left: %s", os.strerror(ctypes.get_errno()))
+def kill_begun(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process of :func:`begin_by_shell`, which was not waited for, with all that it has led to."""
+    kill_descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have become another user's
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def kill_descendants(pid: int) -> bool:
@@ -292,13 +272,10 @@ _POLL_S = 0.01
 
 
 class ForkedProcess:
-    """Runs ``function`` in a fork of this process, in a separate session.
+    """Runs ``function`` in a fork of this process, in a separate session, and exits with the code that it returns.
 
-    This process must have no thread but the calling one, and no CUDA context. The child exits with the code that
-    ``function`` returns (None: 0), or 1 if it raises; its standard output and error go to ``output``.
-
-    Attributes:
-        returncode: the child's exit code, or minus the number of the signal that ended it; None while it runs.
+    This process must have no thread but the calling one, and no CUDA context. What the child prints goes to
+    ``output``; ``returncode`` is as that of ``subprocess.Popen``.
     """
 
     def __init__(self, function: Callable[[], int | None], *, output: int, close: Sequence[int]) -> None:
@@ -341,10 +318,14 @@ class ForkedProcess:
             time.sleep(_POLL_S)
         return code
 
+    def send(self, number: int) -> None:
+        """Send the child a signal if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """Kill the child if it still runs."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
 
 def _disown_finalizers() -> None:

@@ -19,11 +19,7 @@ _MAY_BE_IGNORED = (signal.SIGHUP, *PASSED_ON)  # nohup; but shells ignore SIGINT
 
 @contextmanager
 def handling(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[None]:
-    """Pass signals to ``note`` instead of dying of them; SIGHUP that is ignored stays ignored.
-
-    Args:
-        note: called in the main thread with the number of each that comes.
-    """
+    """Pass the numbers of signals to ``note`` instead of dying of them; SIGHUP that is ignored stays ignored."""
     before = {}
     for number in numbers:
         if number in _MAY_BE_IGNORED and signal.getsignal(number) == signal.SIG_IGN:
@@ -34,13 +30,6 @@ def handling(numbers: Iterable[int], note: Callable[[int], None]) -> Iterator[No
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def forget_handlers() -> None:
-    """Give this process, which was forked from one that handles signals, their default actions again."""
-    for number in (*ENDING, *PASSED_ON):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def is_default(pid: int, number: int) -> bool:

@@ -43,24 +43,22 @@ _TRIES = 5
 _NO_FOLDER = "no temporary folder for the ranks; sockets of killed processes may stay"
 
 
-@contextlib.contextmanager
-def private_temp_folder() -> Iterator[Path | None]:
-    """Make a folder for an agent's ranks, and remove it with all its contents at the end.
-
-    It is None if none could be made, or if its path would be too long for a socket in it; Python's defaults then
-    hold.
-    """
-    with private_folder(_temporary, _NO_FOLDER) as folder:
-        yield folder
+def _temporary() -> Path:
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST_TMPDIR:
+        raise OSError(f"{parent} is longer than {_LONGEST_TMPDIR} bytes, and so too long for sockets below it")
+    return Path(parent)
 
 
 @contextlib.contextmanager
-def private_folder(find: Callable[[], Path], otherwise: str) -> Iterator[Path | None]:
+def private_folder(find: Callable[[], Path] = _temporary, otherwise: str = _NO_FOLDER) -> Iterator[Path | None]:
     """Make a folder that only this user can enter, and remove it with all its contents at the end.
 
     Args:
-        find: returns the folder in which it is made, or raises ``OSError``.
-        otherwise: what it means if none can be made (None is yielded), for a warning.
+        find: returns the folder in which it is made, or raises ``OSError``; by default that for temporary files, if
+            its path is not too long for a socket in it.
+        otherwise: what it means if none can be made (None is yielded), for a warning; by default that Python's
+            defaults hold for an agent's ranks.
     """
     try:
         path, lock = _make(find())
@@ -96,13 +94,6 @@ def remove(folder: Path | None, pid: int) -> None:
     """Remove what the process ``pid`` and those that it started have left; all of them must have ended."""
     if folder is not None:
         shutil.rmtree(folder / str(pid), ignore_errors=True)
-
-
-def _temporary() -> Path:
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > _LONGEST_TMPDIR:
-        raise OSError(f"{parent} is longer than {_LONGEST_TMPDIR} bytes, and so too long for sockets below it")
-    return Path(parent)
 
 
 def _make(parent: Path) -> tuple[Path, int]:

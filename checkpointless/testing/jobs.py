@@ -134,7 +134,7 @@ class _Running:
         first, newest = self.progress()
         steps, seconds = self.job.steps, now_s - self._began_s
         if not runs:
-            code = None if self._kill_at_s is not None and self._in_time else self._agents[0].code
+            code = None if self._kill_at_s is not None and self._in_time else self._agents[0].returncode
             lines, faults = self._agents[0].lines(), self.job.configs[0].faults
             return Ended(self.job.name, self.run_dir, code, newest, seconds, self._in_time, lines, faults)
         if self._kill_at_s is not None:

@@ -120,12 +120,3 @@ def test_the_ranks_of_other_nodes_have_the_same_time_when_the_coordinators_agent
     assert [each.code for each in ended] == [1, 1]
     assert all(each.err.splitlines()[-1] == "stopped by SIGTERM" for each in ended)
     assert left(tmp_path, "after") == left(tmp_path, "atexit") == [0, 1, 2, 3]
-
-
-def test_a_signal_for_the_script_goes_to_the_ranks_of_each_node(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "SIGUSR1", "0,1,2,3", "0", script="signalled.py")
-    wait_for_ranks(tmp_path, 4)
-    for agent in nodes.agents:
-        agent.process.send_signal(USR1)
-    assert [each.code for each in nodes.end()] == [0, 0]
-    assert left(tmp_path, "after") == [0, 1, 2, 3]

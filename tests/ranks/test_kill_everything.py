@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.system.temp_folder import private_folder, private_temp_folder
+from checkpointless.system.temp_folder import private_folder
 from tests.ranks.agent_job import is_alive
 from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
@@ -79,7 +79,7 @@ def leaves_nothing(
         def nothing_is_left() -> bool:
             with monkeypatch.context() as here:
                 here.setattr(tempfile, "tempdir", str(short_folder))
-                with private_temp_folder(), private_folder(lambda: SHARED_MEMORY, "none"):
+                with private_folder(), private_folder(lambda: SHARED_MEMORY, "none"):
                     pass
             left = files(SHARED_MEMORY, short_folder) - before
             return not [each for each in left if not is_another_agents(each)]

@@ -10,9 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.launcher.agent.ranks.fork_server import ANSWER_LIMIT_S, ForkServer, ForkServerLostError
 from checkpointless.launcher.agent.ranks.rank_process import Script
-from checkpointless.launcher.agent.ranks.zygote import Ready, Start, Started, _Exited
+from checkpointless.launcher.agent.ranks.zygote import (
+    ANSWER_LIMIT_S,
+    ForkServer,
+    ForkServerLostError,
+    Ready,
+    Start,
+    Started,
+    _Exited,
+)
 from checkpointless.launcher.protocol.board import Board
 from tests.ranks.agent_job import SCRIPTS, is_alive
 from tests.waiting import wait_until

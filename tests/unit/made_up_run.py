@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import Edge, Event
+from checkpointless.observability.telemetry.events import EVENTS_FILE, Edge, Event
 
 S = 1_000_000_000
 UTC = 1_700_000_000 * S
@@ -22,6 +24,13 @@ class MadeUpRun:
         self.per_node = per_node
         self.generation = 0
         self.events: list[Event] = []
+
+    def write(self, run_dir: Path) -> Path:
+        """Write the events to the log of a run directory."""
+        run_dir.mkdir(exist_ok=True)
+        lines = [json.dumps({**vars(event), **event.fields, "fields": None}) for event in self.events]
+        (run_dir / EVENTS_FILE).write_text("".join(f"{line}\n" for line in lines))
+        return run_dir
 
     def add(self, at_s: float, stage: str, edge: Edge, rank: int | None = None, **fields: Any) -> None:
         incident = fields.pop("incident", None)

@@ -82,6 +82,7 @@ def test_every_rank_is_in_one_replica_group(layout: Layout) -> None:
     for sharded in (True, False):
         each = replace(layout, sharded=sharded)
         groups = {each.replicas(rank) for rank in range(layout.world_size)}
+        assert all(rank in each.replicas(rank) for rank in range(layout.world_size))
         assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
         if sharded:
             assert {frozenset(group) for group in each.replica_groups()} == groups
@@ -120,15 +121,6 @@ def test_what_cannot_work_is_one_line(change: dict[str, Any], message: str) -> N
     layout = Layout(16, 8, global_batch=16)
     with pytest.raises(LayoutError, match=message):
         replace(layout, **change).check(layers=6, heads=12)
-
-
-@examples(50)
-@given(layout=layouts())
-def test_the_replicas_of_a_rank_are_its_group(layout: Layout) -> None:
-    groups = layout.replica_groups()
-    for rank in {0, layout.world_size // 2, layout.world_size - 1}:
-        assert layout.replicas(rank) in map(frozenset, groups)
-        assert rank in layout.replicas(rank)
 
 
 @examples(50)

@@ -96,11 +96,7 @@ def _read(run_dir: Path) -> tuple[Report, Sequence[Event]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a command's result to a file, or to standard output (:data:`STDOUT`).
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write a command's result to a file, or to standard output (:data:`STDOUT`)."""
     if path == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -170,10 +166,6 @@ VERIFY = Command("verify", "compare two recorded runs, bit by bit", _add_verify_
 # --- The faults that can be injected -----------------------------------------------------------------------------
 
 
-def _add_faults_options(_parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the command has no options."""
-
-
 def _faults(_options: argparse.Namespace) -> int:
     from checkpointless.cli.tables import console, support_table
     from checkpointless.faults.spec import FaultPhase
@@ -184,7 +176,7 @@ def _faults(_options: argparse.Namespace) -> int:
     return 0
 
 
-FAULTS = Command("faults", "list the faults that can be injected", _add_faults_options, _faults)
+FAULTS = Command("faults", "list the faults that can be injected", lambda _: None, _faults)
 
 
 # --- What a node lacks -------------------------------------------------------------------------------------------
@@ -243,7 +235,7 @@ def _doctor(options: argparse.Namespace) -> int:
         from checkpointless.cli.tables import show_findings
 
         show_findings(found)
-    return findings.exit_code(found)
+    return int(any(each.is_to_change for each in found))
 
 
 DOCTOR = Command("doctor", "check what a node lacks for recoveries", _add_doctor_options, _doctor, _DOCTOR_EPILOG)

@@ -1,9 +1,7 @@
-"""The commands ``run`` and ``coordinator``: their options and their launch.
+"""The commands ``run``, ``coordinator`` and ``move``.
 
-torchrun's options on the command line of ``run``: each works, is accepted with one line, or is refused.
-
-Its environment variables count, too: ``PET_NNODES=2`` stands for ``--nnodes 2``, and an option
-wins over its variable.
+Each option of torchrun's works, is accepted with one line, or is refused. So does its variable, as ``PET_NNODES=2``
+for ``--nnodes 2``; an option wins over it.
 """
 
 from __future__ import annotations

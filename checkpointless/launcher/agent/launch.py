@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.launcher.agent.launch_config import LaunchConfig, rank_environment
+from checkpointless.launcher.agent.launch_config import LaunchConfig, import_environment
 from checkpointless.launcher.agent.links import JoinError, Link, link_to_coordinator
 from checkpointless.launcher.agent.node import NodeAgent
-from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.output import Output
 from checkpointless.launcher.agent.ranks.preload import preloads_of
-from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
+from checkpointless.launcher.agent.ranks.process_keeper import LocalRank, ProcessKeeper
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
+from checkpointless.launcher.agent.ranks.zygote import ForkServer
 from checkpointless.launcher.coordinator.hosting import TICK_S, coordinate
 from checkpointless.launcher.coordinator.job import FAILED
 from checkpointless.launcher.coordinator.job_config import JobConfig
@@ -30,9 +32,23 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import LogRelay, scribe
 from checkpointless.system.awake_clock import AwakeClock
-from checkpointless.system.process_tree import ForkedProcess, own_age_s
+from checkpointless.system.environment import (
+    AGENT_PID_ENV,
+    FAULTS_ENV,
+    HANDOVER_ENV,
+    PYTHONUNBUFFERED_ENV,
+    RECORD_STEPS_ENV,
+    RUN_DIR_ENV,
+    STRICT_ENV,
+    TORCH_DISABLE_ADDR2LINE_ENV,
+    TORCH_FR_BUFFER_SIZE_ENV,
+    TORCH_NCCL_TRACE_BUFFER_SIZE_ENV,
+    TORCH_SHOW_CPP_STACKTRACES_ENV,
+    YES,
+)
+from checkpointless.system.process_tree import ForkedProcess
 from checkpointless.system.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
-from checkpointless.system.temp_folder import SHARED_MEMORY, private_folder, private_temp_folder
+from checkpointless.system.temp_folder import SHARED_MEMORY, private_folder
 
 if TYPE_CHECKING:  # only if HTTP is asked for
     from checkpointless.launcher.agent.watch import Watch
@@ -63,20 +79,15 @@ def launch_coordinator(config: JobConfig, say: Callable[[str], None]) -> int:
                 http.open(say)
         except OSError as error:
             raise ValueError(str(error)) from error  # not an OSError: the endpoint is not to blame
-        return coordinate(config, events, say, signals, None if watch is None else watch.look_from_outside)
+        return coordinate(config, events, say, signals, None if watch is None else partial(watch.look, None))
 
 
 def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
-    """Run this node's part of the job until it ends.
+    """Run this node's part of the job until it ends, and return 0 if every rank ended successfully, else 1.
 
-    It handles signals, so it must be called in the main thread. The ranks' output goes to
-    ``<run dir>/logs/rank-N.log`` and, except on a spare, also to stdout with the rank in front of each line. When
-    this returns, no process, socket or file is left but the run directory.
-
-    Returns:
-        0 if every rank ended successfully, else 1. torchrun (2.13) also returns 1 for a rank that fails with any
-        code or signal, and for a signal that ends the agent. The ranks get the same signal, and
-        ``config.term_grace_s`` to end; a second Ctrl-C kills them at once.
+    It handles signals, so it must be called in the main thread; the ranks get the same signals, and
+    ``config.term_grace_s`` to end. When this returns, no process, socket or file is left but the run directory.
+    torchrun (2.13) also returns 1 for a rank that fails with any code or signal.
 
     Raises:
         OSError: the run directory cannot be created or written to, or the endpoint cannot be listened on.
@@ -89,7 +100,7 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     )
     with (
         handling(handled, signals.append),
-        private_temp_folder() as folder,
+        private_folder() as folder,
         http or nullcontext(),
         LogRelay(),
         closing(scribe),
@@ -131,9 +142,9 @@ def _run(
         say=say,
     )
     with private_folder(lambda: SHARED_MEMORY, _NO_HANDOVER) as handover:
-        env = rank_environment(config, handover)
+        env = _rank_environment(config, handover)
         fork_servers = _fork_servers(config, folder, env, output)
-        server = fork_servers(False)
+        first = next(fork_servers)
         import torch.distributed  # noqa: F401 - takes seconds; the fork server imports it at the same time
 
         selector, clock = selectors.DefaultSelector(), AwakeClock()
@@ -142,7 +153,7 @@ def _run(
                 http.open(say)  # not earlier: the fork server may have been forked from this process
             link = link_to_coordinator(config, selector, events, signals, say, clock)
         except (JoinError, OSError) as error:
-            server.close()
+            first.close()
             output.close()
             say(str(error))
             return FAILED
@@ -151,18 +162,22 @@ def _run(
             config,
             address=lambda: link.address,
             report=link.report,
-            selector=selector,
-            fork_server=server,
-            bare_fork_server=lambda: fork_servers(True),
-            make_rank=partial(_make_rank, config, output),
-            rank_env=env,
+            keep_processes=partial(
+                ProcessKeeper,
+                config,
+                itertools.chain([first], fork_servers),
+                partial(_make_rank, config, output),
+                env,
+                selector,
+                say,
+            ),
             events=events,
             say=say,
             clock=clock,
             hosts=link.coordinator is not None,
         )
         nproc, nnodes = config.nproc_per_node * config.nnodes, config.nnodes
-        began = partial(events.emit, EventName.JOB, "begin", generation=0, before_s=own_age_s())
+        began = partial(events.emit, EventName.JOB, "begin", generation=0, before_s=_own_age_s())
         began(nproc=nproc, nnodes=nnodes, script=config.script)
         try:
             outcome = _serve(agent, link, selector, signals, watch, clock)
@@ -171,15 +186,44 @@ def _run(
         return _conclude(outcome, agent.job.generation, agent.newest, config, events, say)
 
 
+def _rank_environment(config: LaunchConfig, handover: Path | None = None) -> dict[str, str]:
+    """Return the environment variables that are the same for every rank of the node and for its zygote.
+
+    ``handover`` is a folder in shared memory for the state that a process hands to its successor.
+    """
+    env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
+    if handover is not None:
+        env[HANDOVER_ENV] = str(handover)
+    env |= import_environment(config.nproc_per_node, config.cpu)
+    asked = {**os.environ, **config.extra_env}
+    is_sized = TORCH_FR_BUFFER_SIZE_ENV in asked or TORCH_NCCL_TRACE_BUFFER_SIZE_ENV in asked
+    if config.cpu and not is_sized:
+        # Records of gloo's collectives lie between the tensors of a step, in the same heap: what is freed stays in
+        # pieces, and a model of 56 million parameters took 2.1 GB on a rank in the place of 1.3.
+        env[TORCH_FR_BUFFER_SIZE_ENV] = "0"
+    if asked.get(TORCH_SHOW_CPP_STACKTRACES_ENV) and TORCH_DISABLE_ADDR2LINE_ENV not in asked:
+        # Processes that are forked share the pipes of the zygote's addr2line: one reads the answer that another
+        # one waits for, forever and with Python's lock held.
+        env[TORCH_DISABLE_ADDR2LINE_ENV] = YES
+    if config.faults:
+        env[FAULTS_ENV] = json.dumps(list(config.faults))
+    if not config.is_alone:
+        env[AGENT_PID_ENV] = str(os.getpid())
+    if config.strict:
+        env[STRICT_ENV] = YES
+    if config.record_steps:
+        env[RECORD_STEPS_ENV] = YES
+    return {**env, **config.extra_env}
+
+
 def _fork_servers(
     config: LaunchConfig, folder: Path | None, env: dict[str, str], output: Output
-) -> Callable[[bool], ForkServer]:
-    """Return what starts a fork server: one with the script's imports, or a bare one."""
+) -> Iterator[ForkServer]:
+    """Start a fork server with the script's imports, and then, if it is asked for, a bare one."""
     script = Script(config.script, tuple(config.script_args), config.module)
     preload = preloads_of(script) if config.preload is None else config.preload
-
-    def start(is_bare: bool) -> ForkServer:
-        return ForkServer(
+    for is_bare in (False, True):
+        yield ForkServer(
             script,
             preload=() if is_bare else preload,
             cpu=config.cpu,
@@ -189,8 +233,6 @@ def _fork_servers(
             folder=folder,
             fork_here=config.fork_here and not is_bare,
         )
-
-    return start
 
 
 def _make_rank(config: LaunchConfig, output: Output, number: int) -> LocalRank:
@@ -229,6 +271,13 @@ def _serve(
         selector.close()
 
 
+def _own_age_s() -> float:
+    """Return for how many seconds this process has existed, at least: the kernel counts in hundredths."""
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    began_s = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19]) / ticks_per_s
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s - 2 / ticks_per_s)
+
+
 def _conclude(
     outcome: End, generation: int, newest: int, config: LaunchConfig, events: EventLog, say: Callable[[str], None]
 ) -> int:
@@ -255,7 +304,7 @@ def _standard_output() -> int | None:
 _END_S = 30.0  # for the kernel to end a process that was killed
 
 
-class AgentProcess:
+class AgentProcess(ForkedProcess):
     """Forks an agent, which runs its node's part of a job.
 
     Its lines, and what it and its ranks print, go to files in the run directory. The agent is not one of the
@@ -268,27 +317,12 @@ class AgentProcess:
         self._said.write_text("")
         parent = os.getpid()
         with self._said.with_suffix(".log").open("ab") as log:
-            self._process = ForkedProcess(lambda: self._run(config, folder, parent), output=log.fileno(), close=[])
-        self.pid = self._process.pid
-
-    @property
-    def code(self) -> int | None:
-        """The exit code, or the negative number of the signal that killed it; None as long as it runs."""
-        return self._process.returncode
-
-    def poll(self) -> int | None:
-        """Return :attr:`code`, as it is now."""
-        return self._process.poll()
-
-    def send(self, number: int) -> None:
-        """Send the agent a signal, if it runs."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+            super().__init__(lambda: self._run(config, folder, parent), output=log.fileno(), close=[])
 
     def kill(self) -> None:
         """Kill the agent, with which its ranks end, and wait for its end."""
-        self.send(signal.SIGKILL)
-        self._process.wait(_END_S)
+        super().kill()
+        self.wait(_END_S)
 
     def lines(self) -> tuple[str, ...]:
         """Return what the agent has said."""

@@ -6,40 +6,24 @@ The environment variables that an agent gives its ranks.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.system.environment import (
-    AGENT_PID_ENV,
     CPU_ENV,
-    FAULTS_ENV,
-    HANDOVER_ENV,
     OMP_NUM_THREADS_ENV,
-    PYTHONUNBUFFERED_ENV,
     PYTORCH_NVML_BASED_CUDA_CHECK_ENV,
-    RECORD_STEPS_ENV,
-    RUN_DIR_ENV,
-    STRICT_ENV,
-    TORCH_DISABLE_ADDR2LINE_ENV,
-    TORCH_FR_BUFFER_SIZE_ENV,
-    TORCH_NCCL_TRACE_BUFFER_SIZE_ENV,
-    TORCH_SHOW_CPP_STACKTRACES_ENV,
     YES,
 )
 
 DEFAULT_TERM_GRACE_S = 30.0  # torchrun's
-
-
-DEFAULT_DEVICE_CHECK_TIMEOUT_S = 30.0
-
-
 SIGTERM_ENDS, SIGTERM_DRAINS = "end", "drain"  # what SIGTERM does to an agent
 
 
@@ -52,23 +36,6 @@ def _words(text: str, what: str) -> tuple[str, ...]:
     except ValueError as error:
         raise ValueError(f"the {what} {text!r} cannot be run: {error}") from error
     return command
-
-
-@dataclass(frozen=True)
-class DeviceCheck:
-    """A command that exits with 0 if the device of a rank may be used."""
-
-    command: tuple[str, ...]
-    timeout_s: float = DEFAULT_DEVICE_CHECK_TIMEOUT_S
-
-    @classmethod
-    def of(cls, text: str, timeout_s: float) -> DeviceCheck:
-        """Return the check that a command line stands for; it is divided as a shell does, and run without one.
-
-        Raises:
-            ValueError: there is no such program, or a quotation does not end.
-        """
-        return cls(_words(text, "device check"), timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +86,7 @@ class LaunchConfig(JobConfig):
     term_grace_s: float = DEFAULT_TERM_GRACE_S
     exit_grace_s: float = 30.0
     device_check: str = ""
-    device_check_timeout_s: float = DEFAULT_DEVICE_CHECK_TIMEOUT_S
+    device_check_timeout_s: float = 30.0
     on_sigterm: str = SIGTERM_ENDS
     notice: str = ""
     job: str = ""
@@ -140,10 +107,10 @@ class LaunchConfig(JobConfig):
         """The directory of the logs."""
         return self.log_dir or self.run_dir / "logs"
 
-    @property
-    def check(self) -> DeviceCheck | None:
-        """The device check (None: none)."""
-        return DeviceCheck.of(self.device_check, self.device_check_timeout_s) if self.device_check else None
+    @cached_property
+    def check_command(self) -> tuple[str, ...]:
+        """The words of ``device_check``, whose program was there; none without one."""
+        return _words(self.device_check, "device check") if self.device_check else ()
 
     @property
     def notice_command(self) -> tuple[str, ...]:
@@ -165,7 +132,7 @@ class LaunchConfig(JobConfig):
         if not self.is_alone:
             self.check_meeting()
         limit_s, regroup_s = self.device_check_timeout_s, self.regroup_timeout_s
-        if self.check is not None and limit_s >= regroup_s:
+        if self.check_command and limit_s >= regroup_s:
             said = f"{limit_s:g} s must be less than --regroup-timeout, {regroup_s:g} s"
             raise ValueError(f"--device-check-timeout, {said}")
         moves = self.notice_command or self.on_sigterm != SIGTERM_ENDS or self.move_stragglers
@@ -186,36 +153,6 @@ def _module_exists(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
-
-
-def rank_environment(config: LaunchConfig, handover: Path | None = None) -> dict[str, str]:
-    """Return the environment variables that are the same for every rank of the node and for its zygote.
-
-    ``handover`` is a folder in shared memory for the state that a process hands to its successor.
-    """
-    env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
-    if handover is not None:
-        env[HANDOVER_ENV] = str(handover)
-    env |= import_environment(config.nproc_per_node, config.cpu)
-    asked = {**os.environ, **config.extra_env}
-    is_sized = TORCH_FR_BUFFER_SIZE_ENV in asked or TORCH_NCCL_TRACE_BUFFER_SIZE_ENV in asked
-    if config.cpu and not is_sized:
-        # Records of gloo's collectives lie between the tensors of a step, in the same heap: what is freed stays in
-        # pieces, and a model of 56 million parameters took 2.1 GB on a rank in the place of 1.3.
-        env[TORCH_FR_BUFFER_SIZE_ENV] = "0"
-    if asked.get(TORCH_SHOW_CPP_STACKTRACES_ENV) and TORCH_DISABLE_ADDR2LINE_ENV not in asked:
-        # Processes that are forked share the pipes of the zygote's addr2line: one reads the answer that another
-        # one waits for, forever and with Python's lock held.
-        env[TORCH_DISABLE_ADDR2LINE_ENV] = YES
-    if config.faults:
-        env[FAULTS_ENV] = json.dumps(list(config.faults))
-    if not config.is_alone:
-        env[AGENT_PID_ENV] = str(os.getpid())
-    if config.strict:
-        env[STRICT_ENV] = YES
-    if config.record_steps:
-        env[RECORD_STEPS_ENV] = YES
-    return {**env, **config.extra_env}
 
 
 def import_environment(nproc_per_node: int, cpu: bool) -> dict[str, str]:

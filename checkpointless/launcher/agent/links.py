@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import errno
 import logging
 import select
@@ -11,10 +10,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.node import NodeAgent
@@ -61,56 +60,27 @@ _RETRY_S = 0.5
 _ANSWER_TIMEOUT_S = 10.0
 _PAUSE_S = 15.0  # no attempt takes this long: a longer pause means that this process was stopped
 _NEWS_BYTES = 4096
+_REACH_S = 10.0  # for a command to reach the coordinator
 _REFUSED_FOR_S = 2.0  # a refusal that lasts this long is final
 
 _KEPT = (FaultReport, GiveUp, Inexact)  # while there is no coordinator; the agent tells the rest with its standing
 
 
-class Link(abc.ABC):
-    """Connects the agent of this node with the coordinator; messages wait until they are delivered.
-
-    ``coordinator`` is the job's if it runs in this loop, else None.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.commands: deque[Command] = deque()
-        self.address = address
-        self.coordinator: Coordinator | None = None
-
-    @abc.abstractmethod
-    def report(self, message: NodeMessage) -> None:
-        """Take what the agent reports to the coordinator."""
-
-    @abc.abstractmethod
-    def deliver(self, agent: NodeAgent, now_s: float) -> None:
-        """Deliver every message that waits, and let time pass for the other side."""
-
-    @abc.abstractmethod
-    def is_needed(self, now_s: float) -> bool:
-        """Return whether this process must stay although its own agent has ended."""
-
-    @abc.abstractmethod
-    def cut(self) -> None:
-        """Lose the coordinator, as an injected fault."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Close every descriptor."""
-
-
-class _LocalCoordinatorLink(Link):
+class _LocalLink:
     """A link to a coordinator in the same loop, which other nodes may reach through a port (None: no others)."""
 
     def __init__(self, coordinator: Coordinator, port: CoordinatorPort | None) -> None:
-        super().__init__(LOOPBACK if port is None else port.address)
+        self.address = LOOPBACK if port is None else port.address
+        self.coordinator = coordinator
         self._reports: deque[NodeMessage] = deque()
-        self.coordinator = self._coordinator = coordinator
+        self._commands: deque[Command] = deque()
         self._port = port
-        self._node = coordinator.membership.admit(0, coordinator.nodes[0].nproc, self.commands.append)
+        self._node = coordinator.membership.admit(0, coordinator.nodes[0].nproc, self._commands.append)
         coordinator.job.host = self._node
         self._until_s: float | None = None
 
     def report(self, message: NodeMessage) -> None:
+        """Take what the agent reports to the coordinator."""
         self._reports.append(message)
 
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
@@ -118,7 +88,7 @@ class _LocalCoordinatorLink(Link):
         self._exchange(agent)
         if self._port is not None:
             self._port.tick(now_s)
-        self._coordinator.tick(now_s)
+        self.coordinator.tick(now_s)
         self._exchange(agent)
 
     def is_needed(self, now_s: float) -> bool:
@@ -129,48 +99,44 @@ class _LocalCoordinatorLink(Link):
 
     def cut(self) -> None:
         """End the job: there is no connection that could be lost."""
-        self._coordinator.job.end(FAILED, "fault store: this agent coordinates, so it has no connection to be cut")
+        self.coordinator.job.end(FAILED, "fault store: this agent coordinates, so it has no connection to be cut")
 
     def close(self) -> None:
+        """Close every descriptor."""
         if self._port is not None:
             self._port.close()
 
     def _exchange(self, agent: NodeAgent) -> None:
-        while self._reports or self.commands:
+        while self._reports or self._commands:
             while self._reports:
-                self._coordinator.hear(self._node, self._reports.popleft())
-            while self.commands:
-                agent.obey(self.commands.popleft())
+                self.coordinator.hear(self._node, self._reports.popleft())
+            while self._commands:
+                agent.obey(self._commands.popleft())
 
 
-class _RemoteCoordinatorLink(Link):
+class _RemoteLink:
     """A link to a coordinator in another process.
 
-    If the coordinator is lost, the ranks continue to train while this looks for it again, with ``join``, which may
-    take long, and polls a function that returns whether to give up.
+    If the coordinator is lost, the ranks continue to train while a thread looks for it again.
     """
 
     def __init__(
         self,
-        join: Callable[[int, Callable[[], bool]], _Joining],
-        number: int,
-        *,
-        nproc: int,
+        config: LaunchConfig,
         selector: selectors.BaseSelector,
-        silence_s: float,
+        signals: Sequence[int],
         say: Callable[[str], None],
-        stopped: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        joining = join(number, stopped)
-        super().__init__(joining.own_address)
-        self._join = join
-        self._number = number
-        self._nproc = nproc
-        self._selector = selector
-        self._silence_s = silence_s
-        self._say = say
+        self._config, self._selector, self._say, self._clock = config, selector, say, clock
+        self._number = config.node_rank if config.node_rank < config.nnodes else SPARE
+        self._silence_s = config.node_timeout_s
+        joining = _Joining(
+            config, self._number, config.join_timeout_s, lambda: any(number in ENDING for number in signals)
+        )
+        self.address = joining.own_address
+        self.coordinator = None  # it is elsewhere
+        self._commands: deque[Command] = deque()
         self._lost = ""
         self._search: Future[_Joining] | None = None
         self._stopped = threading.Event()  # gives a search up
@@ -200,8 +166,8 @@ class _RemoteCoordinatorLink(Link):
             self._channel.close()
             self._lost = f"no word from it for {self._silence_s:g} s"
         try:
-            while self.commands:
-                agent.obey(self.commands.popleft())
+            while self._commands:
+                agent.obey(self._commands.popleft())
         except ValueError as error:
             agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
         if self._lost and agent.job.outcome is None:
@@ -209,10 +175,12 @@ class _RemoteCoordinatorLink(Link):
             if agent.has_moved and agent.alive():
                 agent.obey(Discard(moved=True))  # ranks offer a state of which a later coordinator knows nothing
             if agent.takes_part:  # a spare got its number with its ranks
-                self._number = min(agent.ranks) // self._nproc
+                self._number = min(agent.ranks) // self._config.nproc_per_node
             elif agent.has_moved:
                 self._number = SPARE
-            self._search = in_thread(partial(self._join, self._number, self._stopped.is_set), "join")
+            limits_s = self._config.regroup_timeout_s, _REFUSED_FOR_S + self._config.node_timeout_s
+            join = partial(_Joining, self._config, self._number, limits_s[0], self._stopped.is_set, limits_s[1])
+            self._search = in_thread(join, "join")
 
     def is_needed(self, now_s: float) -> bool:
         """Return False: the coordinator learns of the end when the connection closes."""
@@ -225,6 +193,7 @@ class _RemoteCoordinatorLink(Link):
             self._lost = "cut on purpose"
 
     def close(self) -> None:
+        """Close every descriptor."""
         self._stopped.set()
         self._channel.close()
 
@@ -264,7 +233,7 @@ class _RemoteCoordinatorLink(Link):
     def _open(self, joining: _Joining) -> Channel:
         self._where = joining.where
         self._heard, self._heard_at_s, self._next_alive_s = 0, self._clock(), 0.0
-        return joining.open(self._selector, self.commands.append, self._on_close)
+        return joining.open(self._selector, self._commands.append, self._on_close)
 
     def _on_close(self, reason: str) -> None:
         self._lost = reason
@@ -291,25 +260,22 @@ class _Joining:
 
     def __init__(
         self,
-        address: str,
-        port: int,
-        *,
-        token: str,
+        config: JobConfig,
         node: int,
-        nproc: int,
         timeout_s: float,
         stopped: Callable[[], bool],
         refused_for_s: float = _REFUSED_FOR_S,
     ) -> None:
-        self.where = f"{address}:{port}"
+        self.where = "{}:{}".format(*config.endpoint)
         self._stopped = stopped
         clock = AwakeClock(most_s=_PAUSE_S)
         deadline_s = clock() + timeout_s
         refused_since_s: float | None = None
         while True:
             try:
-                self.connection = self._connect(address, port)
-                self._prove(token, node, nproc)
+                self._lines = LineBuffer()
+                self.connection = socket.create_connection(config.endpoint, timeout=2.0)
+                self._prove(config.token, node, config.nproc_per_node)
                 self.own_address: str = self.connection.getsockname()[0]
                 return
             except JoinError:
@@ -328,10 +294,6 @@ class _Joining:
         self, selector: selectors.BaseSelector, on_message: Callable[[Any], None], on_close: Callable[[str], None]
     ) -> Channel:
         return Channel(self.connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)
-
-    def _connect(self, address: str, port: int) -> socket.socket:
-        self._lines = LineBuffer()
-        return socket.create_connection((address, port), timeout=2.0)
 
     def _prove(self, token: str, node: int, nproc: int) -> None:
         try:
@@ -382,25 +344,17 @@ class _Joining:
             time.sleep(min(left_s, 0.1))
 
 
-def move_node(
-    config: JobConfig, node: int, rank: int, say: Callable[[str], None], timeout_s: float, reach_s: float = 10.0
-) -> bool:
-    """Ask the coordinator of a job to move a node's ranks to a spare; return whether they have moved.
+def move_node(config: JobConfig, node: int, rank: int, say: Callable[[str], None], timeout_s: float) -> bool:
+    """Ask a job to move a node's ranks to a spare, and return whether they have moved.
 
     Args:
         node: the node; -1: that of ``rank``.
-        say: prints what becomes of it.
-        timeout_s: how long to wait for that.
-        reach_s: how long to try to reach the coordinator.
 
     Raises:
         JoinError: the coordinator was not reached, does not know the token, or has ended.
         TimeoutError: the move is not over in time; it goes on.
     """
-    address, port = config.endpoint
-    asked = _Joining(
-        address, port, token=config.token, node=OPERATOR, nproc=0, timeout_s=reach_s, stopped=lambda: False
-    )
+    asked = _Joining(config, OPERATOR, _REACH_S, lambda: False)
     deadline_s = time.monotonic() + timeout_s
     with asked.connection as connection:
         connection.sendall(encode(MoveWanted("checkpointless move", node, rank)))
@@ -418,6 +372,10 @@ def move_node(
     raise TimeoutError
 
 
+#: Connects the agent of this node with the coordinator; messages wait until they are delivered.
+Link: TypeAlias = _LocalLink | _RemoteLink
+
+
 def link_to_coordinator(
     config: LaunchConfig,
     selector: selectors.BaseSelector,
@@ -428,46 +386,18 @@ def link_to_coordinator(
 ) -> Link:
     """Return the link to the coordinator, which runs here on node 0 unless there is one elsewhere.
 
-    Args:
-        signals: the signals that this process got; one that ends a job ends an attempt to join it.
-
     Raises:
-        JoinError: the coordinator cannot be reached, or has no place for this node.
+        JoinError: the coordinator cannot be reached, or has no place for this node; or a signal ends the attempt.
         OSError: the address cannot be resolved or listened on.
     """
     if config.is_alone:
-        return _LocalCoordinatorLink(Coordinator(config, events=events, say=say, clock=clock), None)
+        return _LocalLink(Coordinator(config, events=events, say=say, clock=clock), None)
     if config.node_rank == 0:
         try:
             door = CoordinatorPort(config, selector, events, say, clock)
-            return _LocalCoordinatorLink(door.coordinator, door)
+            return _LocalLink(door.coordinator, door)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 raise
-    address, port = config.endpoint
-    say(f"node {config.node_rank}: joining the job at {address}:{port}")
-    limits = iter([(config.join_timeout_s, 0.0)])  # later attempts are those of a node that looks for a lost one
-
-    def join(number: int, stopped: Callable[[], bool]) -> _Joining:
-        timeout_s, longer_s = next(limits, (config.regroup_timeout_s, config.node_timeout_s))
-        return _Joining(
-            address,
-            port,
-            token=config.token,
-            node=number,
-            nproc=config.nproc_per_node,
-            timeout_s=timeout_s,
-            stopped=stopped,
-            refused_for_s=_REFUSED_FOR_S + longer_s,
-        )
-
-    return _RemoteCoordinatorLink(
-        join,
-        config.node_rank if config.node_rank < config.nnodes else SPARE,
-        nproc=config.nproc_per_node,
-        selector=selector,
-        silence_s=config.node_timeout_s,
-        say=say,
-        stopped=lambda: any(number in ENDING for number in signals),
-        clock=clock,
-    )
+    say("node {}: joining the job at {}:{}".format(config.node_rank, *config.endpoint))
+    return _RemoteLink(config, selector, signals, say, clock)

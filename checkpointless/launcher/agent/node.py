@@ -1,25 +1,22 @@
 """A node's agent: it starts the ranks of the node, listens to them and does what the coordinator says.
 
-It watches their boards, and reports to the coordinator how far they have come and which are silent; and their
-processes, once these have only to end: those that others wait for are named, and those that idle are ended.
+It reports how far their boards say that they have come and which are silent, and ends processes that only idle.
 """
 
 from __future__ import annotations
 
 import logging
-import selectors
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from checkpointless.launcher.agent.launch_config import SIGTERM_DRAINS, LaunchConfig
-from checkpointless.launcher.agent.notice import Notice
-from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.process_keeper import EXIT_GRACE_S, LocalRank, NodeJobState, ProcessKeeper
 from checkpointless.launcher.coordinator.coordinator import FAILED
 from checkpointless.launcher.coordinator.hang_watch import SHARING
@@ -66,7 +63,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.observability.telemetry.wording import numbered
 from checkpointless.system.environment import SOURCE_ENV
-from checkpointless.system.process_tree import Idleness, ProcessLook, families
+from checkpointless.system.process_tree import NOT_RUN, Idleness, ProcessLook, begin_by_shell, families, kill_begun
 from checkpointless.system.signals import ENDING, STACKS_SIGNAL, is_default
 
 if TYPE_CHECKING:
@@ -306,24 +303,69 @@ def _silence_of(rank: LocalRank, age_s: float, reading: BoardReading) -> SilentR
     )
 
 
+_NOTICE_EVERY_S = 5.0
+_NOTICE_AGAIN_S = 60.0  # after a notice: there may be a spare by then
+_NOTICE_LIMIT_S = 30.0  # of one run of the command
+
+
+class _Notice:
+    """Runs a command again and again, and never waits for it; exit code 0 means that the node is to be left."""
+
+    def __init__(self, command: Sequence[str], say: Callable[[str], None]) -> None:
+        self._command, self._say = command, say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begin_at_s = self._by_s = 0.0
+        self._said: set[str] = set()
+
+    def has_come(self, now_s: float) -> bool:
+        """Return whether a run has just ended with exit code 0; begin the next run when it is due."""
+        if self._process is None:
+            if self._command and now_s >= self._begin_at_s:
+                self._begin(now_s)
+            return False
+        code = self._process.poll()
+        if code is None and now_s >= self._by_s:
+            self._warn(f"the notice command is killed, since it was not over within {_NOTICE_LIMIT_S:g} s")
+            kill_begun(self._process)
+            self._by_s = float("inf")  # until the kernel lets go of it
+        if code is None:
+            return False
+        if code in NOT_RUN:
+            self._warn(f"the notice command cannot be run: {self._command[0]}")
+        self._process, self._begin_at_s = None, now_s + (_NOTICE_EVERY_S if code else _NOTICE_AGAIN_S)
+        return code == 0
+
+    def close(self) -> None:
+        """End what runs."""
+        self._command = ()
+        if self._process is not None and self._process.poll() is None:
+            kill_begun(self._process)
+
+    def _begin(self, now_s: float) -> None:
+        self._begin_at_s, self._by_s = now_s + _NOTICE_EVERY_S, now_s + _NOTICE_LIMIT_S
+        try:
+            self._process = begin_by_shell(self._command)
+        except OSError as error:
+            self._warn(f"the notice command cannot be run: {error}")
+
+    def _warn(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
+
+
 class NodeAgent:
     """Runs the ranks of one node until the job is over.
 
     Args:
-        report: sends a message to the coordinator. The answer comes to :meth:`obey`, and not before ``report`` has
-            returned.
-        bare_fork_server: makes the one to use if what the first has imported must not be forked.
-        make_rank: makes a rank, given its number, before its first process is started.
-        rank_env: environment variables of every rank, besides those that the coordinator sends.
+        report: sends a message to the coordinator. The answer comes to :meth:`obey`, after ``report`` has returned.
         clock: should stand still while this process does not run, so that ranks are not blamed for what the agent
             did not see.
         hosts: whether the coordinator ends with this agent.
 
     Attributes:
-        job: what this node knows of the job.
         takes_part: whether the node's ranks were in a generation, and are still the job's.
         has_moved: whether another node has taken their place.
-        processes: the processes of the node's ranks.
     """
 
     def __init__(
@@ -332,11 +374,7 @@ class NodeAgent:
         *,
         address: Callable[[], str],
         report: Callable[[NodeMessage], None],
-        selector: selectors.BaseSelector,
-        fork_server: ForkServer,
-        bare_fork_server: Callable[[], ForkServer],
-        make_rank: Callable[[int], LocalRank],
-        rank_env: dict[str, str],
+        keep_processes: Callable[..., ProcessKeeper],
         events: EventLog,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -354,26 +392,14 @@ class NodeAgent:
         self._term_grace_s = config.term_grace_s
         self._hosts = hosts
         self._drains_at_sigterm = config.on_sigterm == SIGTERM_DRAINS
-        self._notice = Notice(config.notice_command, say)
+        self._notice = _Notice(config.notice_command, say)
         self._is_draining = False  # a spare is to take the ranks over, and the agent ends once it has
         self._was_terminated, self._drain_at_s = False, 0.0  # when a drain for SIGTERM is asked for again
         self.takes_part = self.has_moved = False
         self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
         self._ends_since_s = self._kill_all_at_s = float("inf")
         self._too_late = ""  # for what the ranks that are killed then were too late
-        self.processes = ProcessKeeper(
-            self.job,
-            fork_server=fork_server,
-            bare_fork_server=bare_fork_server,
-            make_rank=make_rank,
-            rank_env=rank_env,
-            selector=selector,
-            report=self._pass,
-            say=say,
-            clock=clock,
-            on_lost=self._leave,
-            device_check=config.check,
-        )
+        self.processes = keep_processes(clock=clock, job=self.job, report=self._pass, on_lost=self._leave)
         self._exits = _ExitWatch(config.exit_grace_s, config.heartbeat.ceiling_s(0.0), self.processes.signal, say)
 
     # ---- what others may know

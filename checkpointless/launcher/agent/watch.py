@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.messages import RankState
 from checkpointless.observability.monitoring.metrics import (
-    OUTSIDE,
     JobNames,
     JobStatus,
     Metrics,
@@ -18,8 +18,7 @@ from checkpointless.observability.monitoring.metrics import (
     Snapshot,
     Source,
 )
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import Edge, Event, EventLog
+from checkpointless.observability.telemetry.events import Event, EventLog
 
 if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process of its own needs none
     from collections.abc import Iterator
@@ -45,57 +44,44 @@ class Watch:
         self.snapshot = Snapshot(node)
         self.metrics = Metrics(node, names or JobNames())
         self.run_log: RunLog | None = None
-        self._began_s = self._again_at_s = 0.0
+        self._again_at_s = 0.0
 
     def log(self, path: Path | None) -> EventLog:
         """Return the event log of this node's agent, or of the coordinator; what is written to it is counted."""
         node = self.snapshot.node
         if path is not None:
             self.run_log = RunLog(path, node, self._own_ranks, self._take)
-        return _WatchedLog(path, node, self.metrics)
+        return EventLog(path, node=node, seen=partial(self.metrics.take, (Source.AGENT, Source.COORDINATOR)))
 
-    def look(self, agent: NodeAgent, coordinator: Coordinator | None, now_s: float) -> None:
-        """Replace the snapshot if it is due; ``coordinator`` is None on nodes where the job's does not run."""
-        if not self._is_due(now_s):
+    def look(self, agent: NodeAgent | None, coordinator: Coordinator | None, now_s: float) -> None:
+        """Replace the snapshot if it is due.
+
+        Args:
+            agent: the node's; None in a coordinator's own process.
+            coordinator: the job's; None on nodes where it does not run.
+        """
+        began_s = time.perf_counter()
+        about = agent or coordinator
+        if now_s < self._again_at_s or about is None:
             return
-        ranks = tuple(_ranks(agent, agent.clock()))
-        committed = max((rank.committed for rank in ranks if rank.committed is not None), default=None)
+        step, incident, ranks = NO_STEP, next(reversed(self.metrics.open), None), tuple[RankStatus, ...]()
+        if agent is not None:
+            step, incident, ranks = agent.job.began_after, agent.incident, tuple(_ranks(agent, agent.clock()))
+        elif coordinator is not None:
+            step = coordinator.job.high_water
+        committed = [rank.committed for rank in ranks if rank.committed is not None]
         self.snapshot = Snapshot(
-            node=agent.index,
+            node=self.snapshot.node,
             at_s=round(time.time(), 3),
             looked_at_s=now_s,
-            generation=_known(agent.job.generation),
-            high_water=_known(agent.job.began_after) if committed is None else committed,
-            incident=agent.incident,
-            exit_code=None if agent.job.outcome is None else agent.job.outcome.code,
+            generation=_known(about.job.generation),
+            high_water=_known(max(committed, default=step)),
+            incident=incident,
+            exit_code=None if about.job.outcome is None else about.job.outcome.code,
             ranks=ranks,
             job=None if coordinator is None else self._job(coordinator),
         )
-        self._looked(now_s)
-
-    def look_from_outside(self, coordinator: Coordinator, now_s: float) -> None:
-        """Replace the snapshot of a coordinator in a separate process, if it is due."""
-        if not self._is_due(now_s):
-            return
-        job = self._job(coordinator)
-        self.snapshot = Snapshot(
-            node=OUTSIDE,
-            at_s=round(time.time(), 3),
-            looked_at_s=now_s,
-            generation=_known(coordinator.job.generation),
-            high_water=_known(coordinator.job.high_water),
-            incident=next(reversed(self.metrics.open), None),
-            exit_code=None if coordinator.job.outcome is None else coordinator.job.outcome.code,
-            job=job,
-        )
-        self._looked(now_s)
-
-    def _is_due(self, now_s: float) -> bool:
-        self._began_s = time.perf_counter()
-        return now_s >= self._again_at_s
-
-    def _looked(self, now_s: float) -> None:
-        self._again_at_s = now_s + max(_EVERY_S, _SHARE * (time.perf_counter() - self._began_s))
+        self._again_at_s = now_s + max(_EVERY_S, _SHARE * (time.perf_counter() - began_s))
 
     def _own_ranks(self) -> frozenset[int]:
         return frozenset(rank.rank for rank in self.snapshot.ranks)
@@ -121,28 +107,6 @@ class Watch:
             cause=next(reversed(self.metrics.open.values()), None),
             inexact=coordinator.job.incidents.inexact,
         )
-
-
-class _WatchedLog(EventLog):
-    """An event log that counts what it is given."""
-
-    def __init__(self, path: Path | None, node: int, metrics: Metrics) -> None:
-        super().__init__(path, node=node)
-        self._metrics = metrics
-
-    def emit(
-        self,
-        stage: EventName,
-        edge: Edge,
-        *,
-        generation: int,
-        incident: str | None = None,
-        rank: int | None = None,
-        **fields: Any,
-    ) -> None:
-        super().emit(stage, edge, generation=generation, incident=incident, rank=rank, **fields)
-        about = {"stage": stage, "edge": edge, "generation": generation, "incident": incident}
-        self._metrics.take((Source.AGENT, Source.COORDINATOR), fields | about)
 
 
 def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:

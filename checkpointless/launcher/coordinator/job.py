@@ -25,7 +25,7 @@ from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute
 from checkpointless.launcher.protocol.messages import Command, End, Progress, RankState
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Edge, EventLog
-from checkpointless.observability.telemetry.narration import INCIDENT, detected_line, recovered_line
+from checkpointless.observability.telemetry.narration import INCIDENT
 from checkpointless.observability.telemetry.wording import plural
 from checkpointless.system import environment
 
@@ -260,7 +260,7 @@ class _IncidentTracker:
             made=made,
             inexact=incident.deviation,
         )
-        self._say(recovered_line(incident.id, seconds, rung, lost, made, incident.deviation))
+        self._say(_recovered_line(incident, seconds, lost, made))
 
     def _judge_overtaken(self, incident: _Incident, high_water: int, oldest: int, following: _Incident) -> None:
         """Record whether the step of an incident had been made when the following one came, as all boards say."""
@@ -299,8 +299,22 @@ class _IncidentTracker:
         undetected_s = incident.undetected_s
         late: dict[str, Any] = {} if undetected_s is None else {"undetected_s": undetected_s}
         about: dict[str, Any] = {"cause": str(cause), "culprit": cause.culprit, "how": cause.how, "who": cause.who}
+        self._say(f"{INCIDENT}{incident.id}: {cause}; recovering")
         self.emit(EventName.DETECT, "point", **about, **late)
-        self._say(detected_line(incident.id, str(cause)))
+
+
+def _recovered_line(incident: _Incident, seconds: float, steps_lost: int | None, made: bool) -> str:
+    """Return the last line of an incident.
+
+    ``steps_lost`` is None if nobody said which steps were committed; ``made`` is False if the block has returned
+    without another step.
+    """
+    lost = {None: "", 0: "" if incident.deviation else "; nothing was lost", 1: "; 1 step is made once more"}
+    many = f"; {steps_lost} steps are made once more"
+    left = "" if made or steps_lost is None else "; no step was left to make"
+    level = "new process, own state" if incident.rung is Rung.OWN_STATE else incident.rung.label
+    how, why = ("resumed, not exact,", f"; {incident.deviation}") if incident.deviation else ("recovered", "")
+    return f"{INCIDENT}{incident.id}: {how} in {seconds:.2f} s ({level}){lost.get(steps_lost, many)}{left}{why}"
 
 
 FAILED = 1  # the exit code whatever the reason, as with torchrun

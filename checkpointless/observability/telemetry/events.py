@@ -69,12 +69,18 @@ class EventLog:
     Args:
         path: the file; None drops every event.
         rank: rank that writes; used for events that do not name another rank.
+        seen: called with the fields of each event, also without a file.
     """
 
-    def __init__(self, path: Path | None, *, node: int = 0, rank: int | None = None) -> None:
-        self.path = path
-        self.node = node
-        self.rank = rank
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        node: int = 0,
+        rank: int | None = None,
+        seen: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    ) -> None:
+        self.path, self.node, self.rank, self._seen = path, node, rank, seen
 
     def emit(
         self,
@@ -89,6 +95,7 @@ class EventLog:
         """Queue one event with the current time and this process's id, of the log's own rank unless one is given;
         never wait.
         """
+        self._seen({**fields, "stage": stage, "edge": edge, "generation": generation, "incident": incident})
         if self.path is None:
             return
         record = {

@@ -1,4 +1,4 @@
-"""Narration of an incident while it happens: it takes events and yields lines for the terminal."""
+"""Narration of an incident while it happens: it takes events and yields the lines between its first and last."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointless.observability.telemetry.event_names import LIVING, EventName, Rung
+from checkpointless.observability.telemetry.event_names import LIVING, EventName
 from checkpointless.observability.telemetry.events import Event
 from checkpointless.observability.telemetry.scribe import traceback_path
 from checkpointless.observability.telemetry.wording import numbered, plural, size
@@ -31,29 +31,6 @@ _STILL_IMPORTING_S = 15.0
 _GENERATIONS_KEPT = 2
 _INDENT = "  "
 INCIDENT = "incident "  # beginning of an incident's first and last line
-
-
-def detected_line(incident: str, cause: str) -> str:
-    """Return the line that says that an incident begins."""
-    return f"{INCIDENT}{incident}: {cause}; recovering"
-
-
-def recovered_line(
-    incident: str, seconds: float, rung: str, steps_lost: int | None, made: bool = True, inexact: str = ""
-) -> str:
-    """Return the line that says that an incident is over.
-
-    Args:
-        steps_lost: number of committed steps that have to be repeated; None if nobody said which were committed.
-        made: whether a step was made; otherwise the block has returned without one.
-        inexact: why training is no longer what it would be without the fault ("": it is, as far as is known).
-    """
-    lost = {None: "", 0: "" if inexact else "; nothing was lost", 1: "; 1 step is made once more"}
-    many = f"; {steps_lost} steps are made once more"
-    left = "" if made or steps_lost is None else "; no step was left to make"
-    level = "new process, own state" if rung == Rung.OWN_STATE.label else rung
-    how, why = ("resumed, not exact,", f"; {inexact}") if inexact else ("recovered", "")
-    return f"{INCIDENT}{incident}: {how} in {seconds:.2f} s ({level}){lost.get(steps_lost, many)}{left}{why}"
 
 
 def _failed_save_line(event: Event) -> str:
@@ -96,7 +73,7 @@ class _Incident:
     told: list[EventName] = field(default_factory=list)
     respawned: set[int] = field(default_factory=set)
     last_words_s: float = 0.0
-    closing: str = ""  # the last line, which is told after the stages
+    is_over: bool = False  # and only ranks have still to report
 
 
 @dataclass
@@ -123,13 +100,13 @@ class Narrator:
 
     @property
     def is_telling(self) -> bool:
-        """Whether an incident is open or its last lines are still to come."""
+        """Whether an incident is open or lines of it are still to come."""
         return self._incident is not None
 
     @property
-    def closing(self) -> str:
-        """The last line of an incident that is over, held back until the ranks have reported; else ""."""
-        return self._incident.closing if self._incident is not None else ""
+    def is_over(self) -> bool:
+        """Whether lines are still to come of an incident that is over."""
+        return self._incident is not None and self._incident.is_over
 
     def take(self, event: Event, now_s: float) -> Iterator[str]:
         """Process one event.
@@ -159,14 +136,14 @@ class Narrator:
                 yield line
             heard = self._of(incident.began).seconds
             is_told = EventName.FIRST_STEP in incident.told or not any(heard[each] for each in _STARTING)
-            if incident.closing and is_told:
-                yield from self.close()
+            if incident.is_over and is_told:
+                self.close()
 
     def tick(self, now_s: float) -> Iterator[str]:
         """Yield a line if imports take long, or if nothing was shown of an open incident for some time."""
         yield from self._still_importing(now_s)
         incident = self._incident
-        if incident is None or incident.closing or now_s - incident.last_words_s < _SILENCE_S:
+        if incident is None or incident.is_over or now_s - incident.last_words_s < _SILENCE_S:
             return
         incident.last_words_s = now_s
         if incident.began is None:
@@ -189,20 +166,16 @@ class Narrator:
         work.next_word_s = now_s + _STILL_IMPORTING_S
         yield f"importing what the ranks need, once for all of them: {now_s - work.began_s:.0f} s so far"
 
-    def close(self) -> Iterator[str]:
-        """Yield the last line of an incident that is over, even if not all ranks have reported their times."""
-        incident, self._incident = self._incident, None
-        if incident is not None and incident.closing:
-            yield incident.closing
+    def close(self) -> None:
+        """Forget the incident, even if not all ranks have reported their times."""
+        self._incident = None
 
     def _coordinator_said(self, event: Event, now_s: float) -> Iterator[str]:
         incident = self._incident
         if event.stage == EventName.DETECT and event.incident is not None:
             if incident is None or incident.id != event.incident:
-                yield from self.close()
                 incident = self._incident = _Incident(event.incident, event.generation, event.mono)
             incident.last_words_s = now_s
-            yield detected_line(event.incident, str(event.fields.get("cause")))
             yield from self._where_to_look(event)
         elif event.stage == EventName.GO:
             if incident is not None:
@@ -215,15 +188,7 @@ class Narrator:
         elif incident is None:
             return
         elif event.stage == EventName.RECOVERED and event.incident == incident.id:
-            fields = event.fields
-            incident.closing = recovered_line(
-                incident.id,
-                fields["seconds"],
-                str(fields.get("rung")),
-                fields.get("steps_lost"),
-                fields.get("made", True),
-                str(fields.get("inexact", "")),
-            )
+            incident.is_over = True
 
     def _rank_said(self, event: Event, rank: int) -> None:
         if event.stage == EventName.RESPAWN:

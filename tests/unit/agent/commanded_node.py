@@ -8,15 +8,15 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.node import NodeAgent
-from checkpointless.launcher.agent.ranks.fork_server import ForkServer
 from checkpointless.launcher.agent.ranks.output import Printed
-from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
-from checkpointless.launcher.agent.ranks.zygote import News, Ready, Start, Started, _Exited
+from checkpointless.launcher.agent.ranks.process_keeper import LocalRank, ProcessKeeper
+from checkpointless.launcher.agent.ranks.zygote import ForkServer, News, Ready, Start, Started, _Exited
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.messages import NodeMessage
@@ -54,34 +54,25 @@ class NoProcesses(ForkServer):
 class CommandedNode:
     """Represents the agent of a node; its processes are started by commands, and none is real."""
 
-    def __init__(
-        self,
-        folder: Path,
-        heartbeat_timeout_s: float | None = None,
-        device_check: str = "",
-        clock: Callable[[], float] = time.monotonic,
-        **more: Any,
-    ) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, **more: Any) -> None:
         self.starter = NoProcesses()
         self.said: list[NodeMessage] = []
         self.printed: list[str] = []
         self.selector = selectors.DefaultSelector()
+        config = LaunchConfig(nproc_per_node=1, script=__file__, run_dir=folder, **more)
         self.agent = NodeAgent(
-            LaunchConfig(
-                nproc_per_node=1,
-                script=__file__,
-                run_dir=folder,
-                heartbeat_timeout_s=heartbeat_timeout_s,
-                device_check=device_check,
-                **more,
-            ),
+            config,
             address=lambda: LOOPBACK,
             report=self.said.append,
-            selector=self.selector,
-            fork_server=self.starter,
-            bare_fork_server=NoProcesses,
-            make_rank=lambda rank: LocalRank(rank, Board.create(rank), self._log(folder / f"rank-{rank}.log")),
-            rank_env={},
+            keep_processes=partial(
+                ProcessKeeper,
+                config,
+                iter([self.starter]),
+                lambda rank: LocalRank(rank, Board.create(rank), self._log(folder / f"rank-{rank}.log")),
+                {},
+                self.selector,
+                self.printed.append,
+            ),
             events=EventLog(None),
             say=self.printed.append,
             clock=clock,

@@ -13,7 +13,9 @@ TOKEN = "t" * 32
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"device_check": "no-such-program"}, "there is no such program"),
+        ({"device_check": "no-such-program -x"}, "'no-such-program -x' cannot be run: there is no such program"),
+        ({"device_check": " "}, "there is no such program"),
+        ({"device_check": "sh -c 'exit"}, "cannot be run: No closing quotation"),
         ({"device_check": "true", "regroup_timeout_s": 30.0}, "30 s must be less than --regroup-timeout, 30 s"),
         ({"script": "nowhere.py"}, "no script 'nowhere.py'"),
         ({"script": "nowhere.at.all", "module": True}, "no module 'nowhere.at.all'"),

@@ -5,18 +5,20 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from checkpointless.launcher.agent.links import JoinError, _RefusedError, _RemoteCoordinatorLink
+from checkpointless.launcher.agent import links
+from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.agent.links import JoinError, _RefusedError, _RemoteLink
 from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.messages import (
     Alive,
     Discard,
     End,
-    Joined,
     Progress,
     RankEnded,
     Standing,
@@ -39,7 +41,7 @@ class Coordinators:
         self.refusal: JoinError | None = None
         self.own_address, self.where, self.bytes_heard = "10.0.0.2", "node0:29400", 0
 
-    def join(self, number: int, stopped: Callable[[], bool]) -> Any:
+    def join(self, _config: object, number: int, *_limits: object) -> Any:
         self.numbers.append(number)
         if self.refusal is not None:
             raise self.refusal
@@ -66,9 +68,6 @@ class Agent(SimpleNamespace):
         self.has_ended_well, self.grace_s = False, 0.0
         self.takes_part, self.has_moved, self.offers = bool(ranks), False, False
 
-    def joining(self) -> Joined:
-        return Joined()
-
     def alive(self) -> list[Any]:
         return [*self.ranks] if self.offers else []
 
@@ -84,17 +83,22 @@ class Agent(SimpleNamespace):
 
 
 class Scene:
-    def __init__(self, *ranks: int) -> None:
-        self.coordinators, self.agent, self.said = Coordinators(), Agent(*ranks), list[str]()
-        self.link = _RemoteCoordinatorLink(
-            self.coordinators.join,
-            -1,
-            nproc=2,
-            selector=selectors.DefaultSelector(),
-            silence_s=5.0,
-            say=self.said.append,
-            stopped=lambda: False,
+    """A link to them, of an agent with ranks 2 and 3 that was a spare."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.coordinators, self.agent, self.said = Coordinators(), Agent(2, 3), list[str]()
+        config = LaunchConfig(
+            script=__file__,
+            run_dir=folder,
+            nproc_per_node=2,
+            nnodes=2,
+            spares=1,
+            node_rank=2,
+            rdzv_endpoint="node0",
+            token="t" * 32,
         )
+        patch.setattr(links, "_Joining", self.coordinators.join)
+        self.link = _RemoteLink(config, selectors.DefaultSelector(), [], self.said.append)
         self.agent.link = self.link
 
     def deliver(self) -> None:
@@ -104,8 +108,12 @@ class Scene:
         wait_until(condition, meanwhile=self.deliver)
 
 
-def test_what_went_wrong_meanwhile_is_told_before_the_standing_and_a_spare_keeps_its_number() -> None:
-    scene = Scene(2, 3)
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, monkeypatch)
+
+
+def test_what_went_wrong_meanwhile_is_told_before_the_standing_and_a_spare_keeps_its_number(scene: Scene) -> None:
     scene.coordinators.lose("it closed the connection")
     scene.deliver()
     scene.link.report(TROUBLE)
@@ -117,8 +125,7 @@ def test_what_went_wrong_meanwhile_is_told_before_the_standing_and_a_spare_keeps
     assert scene.said[-1] == "the coordinator at node0:29400 is back"
 
 
-def test_a_node_whose_ranks_have_moved_joins_again_as_a_spare() -> None:
-    scene = Scene(2, 3)
+def test_a_node_whose_ranks_have_moved_joins_again_as_a_spare(scene: Scene) -> None:
     scene.coordinators.lose("it closed the connection")
     scene.until(lambda: scene.coordinators.heard)
     scene.agent.takes_part, scene.agent.has_moved, scene.agent.offers = False, True, True
@@ -128,35 +135,28 @@ def test_a_node_whose_ranks_have_moved_joins_again_as_a_spare() -> None:
     assert not scene.agent.offers, "who offers a state ends: a later coordinator knows nothing of the move"
 
 
+@pytest.mark.parametrize("has_ended_well", [False, True])
 @pytest.mark.parametrize(
     ("refusal", "grace_s"),
     [(JoinError("it was not reached within 2 s"), 5.0), (_RefusedError("node 1 is here already"), 0.0)],
 )
 def test_a_search_in_vain_ends_the_ranks_and_at_once_if_others_have_their_place(
-    refusal: JoinError, grace_s: float
+    scene: Scene, refusal: JoinError, grace_s: float, has_ended_well: bool
 ) -> None:
-    scene = Scene(2, 3)
-    scene.coordinators.refusal = refusal
+    """Ranks that ended well need no coordinator to say so."""
+    scene.coordinators.refusal, scene.agent.has_ended_well = refusal, has_ended_well
     scene.coordinators.lose("no word")
     scene.until(lambda: scene.agent.job.outcome)
+    if has_ended_well:
+        assert scene.agent.job.outcome == End(0, [])
+        return
     assert scene.agent.job.outcome.code == 1
     assert str(refusal) in scene.agent.job.outcome.last_words
     assert scene.agent.grace_s == grace_s
 
 
-def test_a_node_that_ends_its_ranks_does_not_offer_them_to_another_coordinator() -> None:
-    scene = Scene(2, 3)
+def test_a_node_that_ends_its_ranks_does_not_offer_them_to_another_coordinator(scene: Scene) -> None:
     scene.agent.processes.is_discarding = True
     scene.coordinators.lose("it closed the connection")
     scene.until(lambda: scene.said[-1:] == ["the coordinator at node0:29400 is back"])
     assert scene.coordinators.heard == []
-
-
-@pytest.mark.parametrize("refusal", [_RefusedError("the job is over"), JoinError("it was not reached within 2 s")])
-def test_ranks_that_ended_well_need_no_coordinator_to_say_so(refusal: JoinError) -> None:
-    scene = Scene(2, 3)
-    scene.coordinators.refusal = refusal
-    scene.agent.has_ended_well = True
-    scene.coordinators.lose("it closed the connection")
-    scene.until(lambda: scene.agent.job.outcome)
-    assert scene.agent.job.outcome == End(0, [])

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S, _RankLink
+from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S
 from checkpointless.launcher.protocol.messages import (
     Discard,
     Displaced,
@@ -224,7 +224,8 @@ def test_what_a_rank_said_before_it_committed_is_reported_before_that(node: Comm
     ours, theirs = socket.socketpair()
     with theirs:
         rank.disconnect()
-        rank.link, rank.state = _RankLink(0, ours, node.selector, lambda: None), RankState.RUNNING
+        rank.connect(ours, node.selector, lambda: None)
+        rank.state = RankState.RUNNING
         theirs.sendall(encode(Inexact(1, "step 4 takes another batch")))
         for each in node.agent.ranks.values():
             each.board.set_committed(4)

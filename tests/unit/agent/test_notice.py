@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.launcher.agent import notice
-from checkpointless.launcher.agent.notice import Notice
+from checkpointless.launcher.agent import node
 from tests.waiting import wait_until
 
 
@@ -17,7 +16,7 @@ class Polled:
 
     def __init__(self, *command: str) -> None:
         self.said: list[str] = []
-        self.notice = Notice(command, self.said.append)
+        self.notice = node._Notice(command, self.said.append)
         self.now_s = 100.0
         self.came = 0
 
@@ -46,7 +45,7 @@ def test_exit_code_0_is_a_notice_and_any_other_is_none(polled: list[Polled]) -> 
         each.ends()
     assert [each.came for each in polled] == [1, 0]
     for each in polled:
-        each.look(notice._EVERY_S + 1)
+        each.look(node._NOTICE_EVERY_S + 1)
     assert [each.notice._process is None for each in polled] == [True, False], "after a notice there is time"
 
 
@@ -54,8 +53,8 @@ def test_a_command_that_hangs_is_killed_and_named_once(polled: list[Polled]) -> 
     hangs = Polled("sleep", "1000")
     polled.append(hangs)
     for _ in range(2):
-        hangs.look(notice._AGAIN_S)
-        hangs.look(notice._LIMIT_S + 1)
+        hangs.look(node._NOTICE_AGAIN_S)
+        hangs.look(node._NOTICE_LIMIT_S + 1)
         hangs.ends()
     assert hangs.came == 0
     assert hangs.said == ["the notice command is killed, since it was not over within 30 s"]
@@ -65,7 +64,7 @@ def test_a_program_on_a_stalled_file_system_holds_up_nobody(polled: list[Polled]
     held = Polled(str(stalled))
     polled.append(held)
     held.look()
-    held.look(notice._LIMIT_S + 1)
+    held.look(node._NOTICE_LIMIT_S + 1)
     assert held.said == ["the notice command is killed, since it was not over within 30 s"]
     assert held.came == 0
     held.ends()

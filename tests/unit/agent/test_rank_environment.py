@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.launcher.agent.launch_config import LaunchConfig, rank_environment
+from checkpointless.launcher.agent.launch import _rank_environment
+from checkpointless.launcher.agent.launch_config import LaunchConfig
 
 OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"
@@ -71,4 +72,4 @@ def test_what_the_ranks_of_a_node_find_in_their_environment(
         monkeypatch.setenv(name, value)
     config = LaunchConfig(**{"nproc_per_node": 1, "script": __file__, "run_dir": run_dir, **asked})
     always = {"CHECKPOINTLESS_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}
-    assert rank_environment(config) == always | found
+    assert _rank_environment(config) == always | found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from checkpointless.cli import main
 from checkpointless.launcher.agent import launch as launch_module
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 
@@ -31,3 +35,40 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fi
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     return configs
+
+
+def status_of(words: list[str]) -> int:
+    """Return the exit status of a command."""
+    try:
+        return main(words)
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else -1
+
+
+Refused = Callable[[str], str]
+
+
+@pytest.fixture
+def refused(
+    launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refused:
+    """Return a function that runs a command that starts and leaves nothing, and returns the line that says why.
+
+    The command is written as for a shell, after any variables.
+    """
+
+    def refuse(command: str) -> str:
+        words = shlex.split(command)
+        variables = list(itertools.takewhile(lambda word: "=" in word, words))
+        for variable in variables:
+            monkeypatch.setenv(*variable.split("=", 1))
+        assert status_of(words[len(variables) :]) == 2
+        out, err = capsys.readouterr()
+        *before, last = err.splitlines()
+        assert out == ""
+        assert last.startswith("checkpointless: error: ")
+        assert all(line.startswith("checkpointless: ") for line in before)
+        assert (launched, [path.name for path in Path.cwd().iterdir()]) == ([], ["train.py"])
+        return last
+
+    return refuse

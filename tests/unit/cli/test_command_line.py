@@ -2,13 +2,17 @@
 
 import importlib
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from checkpointless.cli import command as command_module
 from checkpointless.cli import main
+from checkpointless.cli.command import say
+from checkpointless.doctor import node
+from checkpointless.doctor.node import _Torch
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultKind, FaultPhase, parse
 from checkpointless.launcher.agent import launch as launch_module
@@ -16,80 +20,109 @@ from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.observability.telemetry.events import EVENTS_FILE
 from checkpointless.testing.demo import trainers as demo
 from checkpointless.testing.demo.trainers import TRAINERS, Task
+from tests.unit.cli.conftest import Refused
 
 LAUNCH_CODE = 7  # of what would have been launched
-
-
-def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run ``argv``, and return the one line with which it is refused."""
-    try:
-        status = main(argv)
-    except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else -1
-    out, err = capsys.readouterr()
-    assert status == 2
-    assert out == ""
-    assert err.startswith("checkpointless: error: ")
-    assert err.count("\n") == 1
-    return err
+CHECK, LIMIT = "CHECKPOINTLESS_DEVICE_CHECK", "CHECKPOINTLESS_DEVICE_CHECK_TIMEOUT"
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("command", "says"),
     [
-        ([], "COMMAND"),
-        (["runn"], "invalid choice: 'runn'"),
-        (["run"], "SCRIPT"),
-        (["run", "nowhere.py"], "nowhere.py"),
-        (["run", "--nproc-per-node", "0", "train.py"], "at least 1"),
-        (["run", "--nproc-per-node", "two", "train.py"], "at least 1"),
-        (["run", "--heartbeat-timeout", "-1", "train.py"], "above 0"),
-        (["run", "--max-incidents", "-1", "train.py"], "at least 0"),
-        (["run", "--http-port", "65536", "train.py"], "not a port"),
-        (["run", "--http-port", "http", "train.py"], "at least 0"),
-        (["run", "--http-host", "0.0.0.0", "train.py"], "--http-port"),
-        (["run", "--no-such-option", "train.py"], "--no-such-option"),
-        (["run", "--preload", "no_such_module_anywhere", "train.py"], "no_such_module_anywhere"),
-        (["run", "--run-dir", "train.py", "train.py"], "train.py"),
-        (["run", "--run-dir", ".", "train.py"], "not empty"),
-        (["run", "--log-dir", "train.py", "train.py"], "train.py"),
-        (["run", "--log-bytes", "1T", "train.py"], "'1T' is not a number of bytes of at least 64K, such as 1G"),
-        (["run", "--log-bytes", "63K", "train.py"], "'63K' is not a number of bytes"),
-        (["run", "--log-bytes", "", "train.py"], "'' is not a number of bytes"),
-        (["run", "--fault", "sigkil:rank=0,step=1", "train.py"], "did you mean 'sigkill'"),
-        (["run", "--fault", "sigkill:rank=1,step=1", "train.py"], "rank 1 is not one of the 1 ranks"),
-        (["demo", "--steps", "0"], "at least 1"),
-        (["demo", "--steps", "5", "--fault", "sigkill:rank=1,step=6"], "step 6 never comes"),
-        (["demo", "--layout", "zz=2"], "'zz=2'"),
-        (["demo", "--dropout", "1.5"], "--dropout"),
-        (["demo", "--nproc", "3", "--fault", "sigkill:rank=1,step=1"], "--nproc 3"),
-        (["demo", "--nproc", "1"], "from 2 to 32"),
-        (["demo", "--nproc", "33"], "from 2 to 32"),
-        (["demo", "--nproc", "16", "--layout", "tp=8"], "4 attention heads"),
-        (["demo", "--nproc", "6", "--layout", "pp=3"], "4 layers"),
-        (["demo", "--nproc", "6", "--layout", "ep=3"], "4 experts"),
-        (["demo", "--layout", "cp=2"], "TransformerEngine"),
-        (["demo", "--nproc", "8", "--layout", "tp=2,ep=2"], "use one of the two"),
-        (["demo", "--run-dir", "train.py"], "train.py is a file"),
-        (["demo", "--run-dir", "train.py/below"], "Not a directory"),
-        (["verify", "nowhere"], "RUN_B"),
-        (["verify", "nowhere", "nowhere"], "no run directory nowhere"),
-        (["verify", ".", "."], "--record-steps"),
-        (["report", "nowhere"], "no run directory nowhere"),
-        (["report", "."], EVENTS_FILE),
+        ("", "COMMAND"),
+        ("runn", "invalid choice: 'runn'"),
+        ("run", "SCRIPT"),
+        ("run nowhere.py", "nowhere.py"),
+        ("run --nproc-per-node 0 train.py", "at least 1"),
+        ("run --nproc-per-node two train.py", "at least 1"),
+        ("run --heartbeat-timeout -1 train.py", "above 0"),
+        ("run --max-incidents -1 train.py", "at least 0"),
+        ("run --http-port 65536 train.py", "not a port"),
+        ("run --http-port http train.py", "at least 0"),
+        ("run --http-host 0.0.0.0 train.py", "--http-port"),
+        ("run --no-such-option train.py", "--no-such-option"),
+        ("run --preload no_such_module_anywhere train.py", "no_such_module_anywhere"),
+        ("run --run-dir train.py train.py", "train.py"),
+        ("run --run-dir . train.py", "not empty"),
+        ("run --log-dir train.py train.py", "train.py"),
+        ("run --log-bytes 1T train.py", "'1T' is not a number of bytes of at least 64K, such as 1G"),
+        ("run --log-bytes 63K train.py", "'63K' is not a number of bytes"),
+        ("run --log-bytes '' train.py", "'' is not a number of bytes"),
+        ("run --fault sigkil:rank=0,step=1 train.py", "did you mean 'sigkill'"),
+        ("run --fault sigkill:rank=1,step=1 train.py", "rank 1 is not one of the 1 ranks"),
+        ("run --fault cuda@forward:rank=0,step=1 train.py", "CUDA is not available"),
+        ("run --cpu --fault cuda@forward:rank=0,step=1 train.py", "CUDA is not available"),
+        ("run --nproc-per-node 4 --fault node@forward:rank=3,step=2 train.py", "--nnodes"),
+        ("demo --steps 0", "at least 1"),
+        ("demo --steps 5 --fault sigkill:rank=1,step=6", "step 6 never comes"),
+        ("demo --layout zz=2", "'zz=2'"),
+        ("demo --dropout 1.5", "--dropout"),
+        ("demo --nproc 3 --fault sigkill:rank=1,step=1", "--nproc 3"),
+        ("demo --nproc 1", "from 2 to 32"),
+        ("demo --nproc 33", "from 2 to 32"),
+        ("demo --nproc 16 --layout tp=8", "4 attention heads"),
+        ("demo --nproc 6 --layout pp=3", "4 layers"),
+        ("demo --nproc 6 --layout ep=3", "4 experts"),
+        ("demo --layout cp=2", "TransformerEngine"),
+        ("demo --nproc 8 --layout tp=2,ep=2", "use one of the two"),
+        ("demo --run-dir train.py", "train.py is a file"),
+        ("demo --run-dir train.py/below", "Not a directory"),
+        ("verify nowhere", "RUN_B"),
+        ("verify nowhere nowhere", "no run directory nowhere"),
+        ("verify . .", "--record-steps"),
+        ("report nowhere", "no run directory nowhere"),
+        ("report .", EVENTS_FILE),
+        ("run --no-python train.py", "give a Python script, or -m MODULE"),
+        ("run --virtual-local-rank train.py", "LOCAL_RANK"),
+        ("run --rdzv-backend etcd train.py", "--rdzv-backend etcd is not supported"),
+        ("run --nnodes 1:4 train.py", "--nnodes 4, or --nnodes 1 with --spares"),
+        ("run --nnodes 4:2 train.py", "the number of nodes is fixed here"),
+        ("run --nnodes 1:x train.py", "'x' is not a whole number"),
+        ("run --standalone --nnodes 2 train.py", "--standalone is for one node"),
+        ("run --standalone --spares 1 train.py", "--standalone is for one node"),
+        ("run --nnodes 2 --master-port 1234 train.py", "needs --master-addr"),
+        ("run --master-port 65536 train.py", "not a port"),
+        ("run --rdzv-conf timeout train.py", "'timeout' is not KEY=VALUE"),
+        ("run --rdzv-conf join_timeout=0 train.py", "above 0"),
+        ("run --nproc-per-node gpu train.py", "this machine has no GPU"),
+        ("run --nproc-per-node xpu train.py", "neither a whole number of at least 1 nor gpu, cpu or auto"),
+        ("run --nproc-per-node 2 --local-ranks-filter 2 train.py", "from 0 to 1"),
+        ("run --local-ranks-filter a train.py", "'a' is not a whole number"),
+        ("run --nproc-per-nod 2 train.py", "did you mean --nproc-per-node? (see `checkpointless run --help`)"),
+        ("PET_NNODES=x run train.py", "error: PET_NNODES=x: "),
+        ("PET_NPROC_PER_NODE=0 run train.py", "error: PET_NPROC_PER_NODE=0: "),
+        ("PET_STANDALONE=yes run train.py", "error: PET_STANDALONE=yes: "),
+        (
+            "run --device-check no-such-program train.py",
+            "'no-such-program' cannot be run: there is no such program",
+        ),
+        (f"""{CHECK}="sh -c 'x" run train.py""", "cannot be run: No closing quotation"),
+        ("run --device-check true --device-check-timeout 0 train.py", "above 0"),
+        (
+            f"{CHECK}=true {LIMIT}=soon run train.py",
+            "--device-check-timeout: 'soon' is not a number of seconds above 0",
+        ),
+        (
+            "run --device-check true --device-check-timeout 120 train.py",
+            "120 s must be less than --regroup-timeout, 120 s",
+        ),
+        ("doctor trainer.max_steps=3", "unrecognized arguments"),
+        ("doctor -m", "-m requires --script"),
+        ("doctor --script nowhere.py", "nowhere.py"),
+        ("doctor --json /no/such/folder/x", "cannot write /no/such/folder/x"),
+        ("rehearse nothing.py", "there is no script 'nothing.py'"),
+        ("rehearse -m no_such_module", "there is no module 'no_such_module'"),
+        ("rehearse --steps 0 train.py", "--steps"),
+        ("rehearse tiny_gpt_cpu --step 3", "--step"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
-    argv: list[str],
-    says: str,
-    launched: list[LaunchConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, says: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo.Trainer, "require", lambda _: None)  # the demo looks first whether there is NeMo
-    assert says in refused(argv, capsys)
-    assert not launched
-    assert sorted(path.name for path in Path.cwd().iterdir()) == ["train.py"]
+    monkeypatch.setattr(command_module, "_count_cuda", lambda: 0)
+    monkeypatch.setattr(node, "_torch", _Torch)
+    assert says in refused(command)
 
 
 @pytest.mark.parametrize("command", ["run", "train", "coordinator", "demo", "verify", "report", "faults", "doctor"])
@@ -123,7 +156,6 @@ def test_a_node_can_be_lost_in_a_job_of_several(
     assert (config.nnodes, config.node_rank, config.endpoint) == (2, 1, ("node0", 4000))
     assert config.token == "x" * 32
     assert "CHECKPOINTLESS_TOKEN" not in os.environ
-    assert "--nnodes" in refused([command, "--nproc-per-node", "4", *fault, *rest], capsys)
 
 
 def test_the_demo_fits_its_batch_to_its_ranks() -> None:
@@ -157,7 +189,7 @@ def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
 
 def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
     words = "--nproc-per-node 4 --cpu --record-steps --max-incidents 3"
-    words += " --heartbeat-timeout 20 --regroup-timeout 30"
+    words += " --heartbeat-timeout 20 --regroup-timeout 30 --http-port 0 --http-host ::1"
     fault = "sigkill@backward:rank=3,step=5"
     argv = ["run", *words.split(), "--preload", "json,email.policy", "--run-dir", "here", "--fault", fault]
     assert main([*argv, "train.py", "--lr", "1", "--fault", "his own"]) == 7
@@ -165,6 +197,7 @@ def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
     assert (config.nproc_per_node, config.script, config.module) == (4, "train.py", False)
     assert config.script_args == ("--lr", "1", "--fault", "his own")
     assert (config.cpu, config.record_steps, config.max_incidents) == (True, True, 3)
+    assert (config.http_port, config.http_host) == (0, "::1")
     assert (config.heartbeat_timeout_s, config.regroup_timeout_s) == (20.0, 30.0)
     assert config.preload == ("json", "email.policy")
     assert config.run_dir.resolve() == Path("here").resolve()
@@ -175,18 +208,9 @@ def test_nothing_is_injected_or_recorded_unless_asked_for(launched: list[LaunchC
     assert main(["run", "train.py"]) == 7
     (config,) = launched
     assert (config.faults, config.record_steps, config.cpu) == ((), False, False)
+    assert (config.http_port, config.max_incidents, config.node_timeout_s) == (None, None, 10.0)
     assert config.run_dir.parent.name == "runs"
     assert config.run_dir.name.endswith("-train")
-
-
-def test_a_run_that_injects_says_so_before_and_names_what_did_not_happen(
-    launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
-    fault = "exit@data:rank=0,step=2"
-    assert main(["run", "--fault", fault, "train.py"]) == 7
-    said = capsys.readouterr().err
-    assert f"faults will be injected: {fault}" in said
-    assert f"{fault} did not happen" in said
 
 
 @pytest.mark.parametrize("what", [["run"], pytest.param(["train"], marks=pytest.mark.nemo)])
@@ -215,14 +239,43 @@ def test_a_run_in_which_a_fault_did_not_happen_fails(
     assert [f"{fault} did not happen" in said for fault in faults] == [happens < 1, happens < 2, False]
 
 
-@pytest.mark.parametrize("where", [["--cpu"], []])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-def test_a_fault_of_the_gpu_is_refused_without_one(
-    where: list[str], launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("variables", "words", "check"),
+    [
+        ({}, [], ((), 30.0)),
+        ({}, ["--device-check", "sh -c 'exit 1'"], (("sh", "-c", "exit 1"), 30.0)),
+        ({CHECK: "true", LIMIT: "7"}, [], (("true",), 7.0)),
+        (
+            {CHECK: "false", LIMIT: "7"},
+            ["--device-check", "true", "--device-check-timeout", "9"],
+            (("true",), 9.0),
+        ),
+        ({CHECK: "true"}, ["--device-check", ""], ((), 30.0)),
+    ],
+)
+def test_an_option_wins_over_its_variable(
+    launched: list[LaunchConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    words: list[str],
+    check: tuple[tuple[str, ...], float],
 ) -> None:
-    said = refused(["run", *where, "--fault", "cuda@forward:rank=0,step=1", "train.py"], capsys)
-    assert "CUDA is not available" in said
-    assert not launched
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", *words, "train.py"]) == 7
+    assert (launched[0].check_command, launched[0].device_check_timeout_s) == check
+
+
+def test_a_line_about_a_job_names_the_program_and_shows_what_cannot_be_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say("two ranks\tof \x1b[2Jtrain\nin runs/1")
+    assert capsys.readouterr() == ("", "checkpointless: two ranks\tof \\x1b[2Jtrain\n  in runs/1\n")
+
+
+def test_a_dry_run_starts_nothing(launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--nproc-per-node", "4", "--dry-run", "train.py", "--steps", "5"]) == 0
+    assert (capsys.readouterr().out, launched) == ("would start 4 ranks of train.py on this node\n", [])
 
 
 def test_faults_lists_every_kind_and_phase(capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +321,7 @@ def _nemo(capsys: pytest.CaptureFixture[str]) -> None:
         (["tiny_gpt_cpu", "callbacks={1: {_target_: builtins.object}}"], "callbacks: 1 cannot be a name"),
         (["tiny_gpt_cpu", "trainer.max_steps=-1"], "trainer.max_steps=-1 trains nothing"),
         (["tiny_gpt_cpu", "--fault", "sigkill:rank=4,step=1"], "rank 4 is not one of the 4"),
+        (["tiny_gpt_cpu", "--cpu", "--fault", "node@forward:rank=3,step=2"], "--nnodes"),
         (["tiny_gpt_cpu", "checkpointless.memory_budget_bytes=0"], "at least 1"),
         (["tiny_gpt_cpu", "checkpointless.rng_replication_jump=-1"], "at least 0"),
         (["tiny_gpt_cpu", "checkpointless.tiers={neighbor_memory: {jump: 3}}"], "3 ranks apart"),
@@ -283,8 +337,5 @@ def _nemo(capsys: pytest.CaptureFixture[str]) -> None:
         (["tiny_gpt_cpu", "model.config.fp4=e2m1"], "set fp4=None"),
     ],
 )
-def test_train_refuses_before_anything_starts(
-    argv: list[str], says: str, launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert says in refused(["train", *argv], capsys)
-    assert not launched
+def test_train_refuses_before_anything_starts(argv: list[str], says: str, refused: Refused) -> None:
+    assert says in refused(shlex.join(["train", *argv]))

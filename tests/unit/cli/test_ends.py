@@ -26,6 +26,7 @@ def test_a_loop_of_ones_own_is_told_how_it_announces_a_phase(
     fault = f"exit@{phase}:rank=0,step=2"
     assert main(["run", "--fault", fault, "train.py"]) == 1
     said = capsys.readouterr().err
+    assert f"faults will be injected: {fault}" in said
     assert f"{fault} did not happen" in said
     assert (f"caller.enter_phase('{phase}', step)" in said) == explains
 

@@ -14,16 +14,14 @@ from checkpointless.cli import command, main
 from checkpointless.cli.commands import run
 from checkpointless.cli.commands.run import _ACCEPTED
 from checkpointless.launcher.agent.launch_config import LaunchConfig
+from tests.unit.cli.conftest import status_of
 
 VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
 
 
 def start(words: str) -> int:
     os.environ["CHECKPOINTLESS_TOKEN"] = "x" * 32  # a job takes it away; the fixture puts back what was there
-    try:
-        return main(["run", *words.split(), "train.py"])
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else -1
+    return status_of(["run", *words.split(), "train.py"])
 
 
 def torchruns() -> dict[str, argparse.Action]:
@@ -74,43 +72,6 @@ def test_a_launch_line_of_torchruns_documentation_starts(launched: list[LaunchCo
     assert [config.endpoint for config in launched[2:]] == [("node0", 1234), ("node0", 29400)]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--no-python", "give a Python script, or -m MODULE"),
-        ("--virtual-local-rank", "LOCAL_RANK"),
-        ("--rdzv-backend etcd", "--rdzv-backend etcd is not supported"),
-        ("--nnodes 1:4", "--nnodes 4, or --nnodes 1 with --spares"),
-        ("--nnodes 4:2", "the number of nodes is fixed here"),
-        ("--nnodes 1:x", "'x' is not a whole number"),
-        ("--standalone --nnodes 2", "--standalone is for one node"),
-        ("--standalone --spares 1", "--standalone is for one node"),
-        ("--nnodes 2 --master-port 1234", "needs --master-addr"),
-        ("--master-port 65536", "not a port"),
-        ("--rdzv-conf timeout", "'timeout' is not KEY=VALUE"),
-        ("--rdzv-conf join_timeout=0", "above 0"),
-        ("--nproc-per-node gpu", "this machine has no GPU"),
-        ("--nproc-per-node xpu", "neither a whole number of at least 1 nor gpu, cpu or auto"),
-        ("--nproc-per-node 2 --local-ranks-filter 2", "from 0 to 1"),
-        ("--local-ranks-filter a", "'a' is not a whole number"),
-        ("--nproc-per-nod 2", "did you mean --nproc-per-node? (see `checkpointless run --help`)"),
-    ],
-)
-def test_what_contradicts_is_refused_in_one_line(
-    words: str,
-    says: str,
-    launched: list[LaunchConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(command, "_count_cuda", lambda: 0)
-    assert start(words) == 2
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("checkpointless: error: ")
-    assert says in last
-    assert not launched
-
-
 @pytest.mark.parametrize(("gpus", "words"), [(4, "gpu auto"), (0, "auto cpu")])
 def test_ranks_are_as_many_as_there_are_devices(
     gpus: int, words: str, launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch
@@ -151,21 +112,8 @@ def test_every_option_with_a_meaning_has_its_variable(
     assert start("--term-grace 9 --log-dir other") == 0
     found = [(config.term_grace_s, config.logs) for config in launched]
     assert found == [(7.0, tmp_path / "logs"), (9.0, Path("other"))]
-
-
-@pytest.mark.parametrize(("name", "value"), [("NNODES", "x"), ("NPROC_PER_NODE", "0"), ("STANDALONE", "yes")])
-def test_a_wrong_variable_is_named_and_matters_to_run_alone(
-    name: str,
-    value: str,
-    launched: list[LaunchConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv(f"PET_{name}", value)
-    assert start("") == 2
-    assert f"error: PET_{name}={value}: " in capsys.readouterr().err
-    assert not launched
-    assert main(["faults"]) == 0
+    monkeypatch.setenv("PET_NNODES", "x")
+    assert main(["faults"]) == 0, "they matter to run alone"
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from checkpointless.doctor.findings import (
     Family,
     Finding,
     Severity,
-    checked,
-    exit_code,
-    headline,
     worst_first,
 )
+from checkpointless.doctor.node import _checked
 
 OK = Finding(Family.VERSIONS, Severity.OK, "fine")
 ADVICE = Finding(Family.LIMITS, Severity.ADVICE, "could be better", "ulimit", "do it")
 WARNING = Finding(Family.VARIABLES, Severity.WARNING, "slow", "clock", "set it")
 ERROR = Finding(Family.STORAGE, Severity.ERROR, "full", "disk", "free it")
-
-
-@pytest.mark.parametrize(
-    ("found", "code"), [([], 0), ([OK, ADVICE], 0), ([OK, WARNING], 1), ([ERROR], 1), ([ADVICE, ERROR, OK], 1)]
-)
-def test_a_warning_or_an_error_is_for_scripts_to_see(found: list[Finding], code: int) -> None:
-    assert exit_code(found) == code
 
 
 def test_the_worst_comes_first() -> None:
@@ -36,15 +25,15 @@ def test_the_worst_comes_first() -> None:
 
 
 def test_a_finding_is_one_line_of_a_terminal() -> None:
-    assert headline(ERROR) == "error: full: free it"
-    assert headline(Finding(Family.VARIABLES, Severity.OK, "a\x1b[2J\nb")) == "ok: a\\x1b[2J b"
+    assert ERROR.headline == "error: full: free it"
+    assert Finding(Family.VARIABLES, Severity.OK, "a\x1b[2J\nb").headline == "ok: a\\x1b[2J b"
 
 
 def test_a_check_that_fails_is_a_finding() -> None:
     def fails() -> list[Finding]:
         raise RuntimeError("no\nsuch thing")
 
-    (found,) = checked(Family.VERSIONS, fails, 10.0)
+    (found,) = _checked(Family.VERSIONS, fails, 10.0)
     assert (found.family, found.severity) == (Family.VERSIONS, Severity.WARNING)
     assert found.seen == "the check failed: RuntimeError: no such thing"
     assert found.todo
@@ -53,8 +42,8 @@ def test_a_check_that_fails_is_a_finding() -> None:
 def test_a_check_that_does_not_end_is_a_finding() -> None:
     forever = threading.Event()
     try:
-        (found,) = checked(Family.STORAGE, lambda: [OK] * forever.wait(60.0), 0.05)
+        (found,) = _checked(Family.STORAGE, lambda: [OK] * forever.wait(60.0), 0.05)
     finally:
         forever.set()
     assert found.seen == "the check did not end within 0.05 s"
-    assert checked(Family.VERSIONS, lambda: [OK], 10.0) == [OK]
+    assert _checked(Family.VERSIONS, lambda: [OK], 10.0) == [OK]

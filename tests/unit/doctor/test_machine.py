@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import subprocess
@@ -75,21 +74,6 @@ def test_descriptors(files: int, hard: int, severity: Severity, todo: str) -> No
     found = _open_files(files, hard, 8)
     assert found.severity is severity
     assert todo in found.todo
-
-
-def test_before_a_job_only_what_is_to_change_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(node, "_has_driver", lambda: False)
-    harmful = {"NCCL_NVLS_ENABLE": "1"}
-    assert node.quick(1, False, {}) == []
-    assert node.quick(1, False, harmful) == []  # there is no GPU
-    (missing,) = node.quick(1, False, {"TMPDIR": "/nowhere"})
-    assert (missing.severity, missing.source) == (Severity.WARNING, "TMPDIR")
-    monkeypatch.setattr(node, "_has_driver", lambda: True)
-    (found,) = node.quick(1, False, harmful)
-    assert (found.family, found.severity) == (Family.VARIABLES, Severity.WARNING)
-    assert node.quick(1, True, harmful) == []
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_check_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def a_coordinator() -> Any:
 def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
     watch = Watch(OUTSIDE)
     watch.log(None).emit(EventName.DETECT, "point", generation=0, incident="1", how="hang")
-    watch.look_from_outside(a_coordinator(), time.monotonic())
+    watch.look(None, a_coordinator(), time.monotonic())
     assert get(watch, "/healthz") == (200, "ok, recovering from incident 1\n")
     found = samples(get(watch, "/metrics")[1])
     assert (found["generation", ""], found["high_water_step", ""]) == (2, 7)
@@ -152,7 +152,7 @@ def test_the_status_names_the_cause_of_the_incident_in_progress() -> None:
         log.emit(EventName.DETECT, "point", generation=0, incident="1", how=how)
     log.emit(EventName.GO, "point", generation=1, incident="1")
     log.emit(EventName.DETECT, "point", generation=1, incident="2", how="hang")
-    watch.look_from_outside(a_coordinator(), time.monotonic() + 1e6)
+    watch.look(None, a_coordinator(), time.monotonic() + 1e6)
     found = json.loads(get(watch, "/status")[1])["job"]
     assert (found["incidents"], found["cause"]) == (2, "hang")
     assert samples(get(watch, "/metrics")[1])["incidents_total", "SIGKILL"] == 1

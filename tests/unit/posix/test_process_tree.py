@@ -94,8 +94,8 @@ def test_a_group_is_killed_and_what_it_had_in_shared_memory_goes(twice: bool) ->
 
 BRANCHES = """
 import os, sys, time
-from checkpointless.system.process_tree import adopt_orphans
-adopt_orphans()
+from checkpointless.launcher.agent.ranks.zygote import _adopt_orphans
+_adopt_orphans()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.system.signals import ENDING, PASSED_ON, forget_handlers, handling, is_default
+from checkpointless.launcher.agent.ranks.zygote import _forget_handlers
+from checkpointless.system.signals import ENDING, PASSED_ON, handling, is_default
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_what_nohup_has_ignored_stays_ignored_but_not_what_a_shell_ignores_in_th
 def test_a_forked_process_forgets_handlers_and_keeps_what_is_ignored() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    forget_handlers()
+    _forget_handlers()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.system import temp_folder
-from checkpointless.system.temp_folder import private_temp_folder
+from checkpointless.system.temp_folder import private_folder
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_it_is_private_and_ends_with_the_agent(temporary: Path) -> None:
-    with private_temp_folder() as folder:
+    with private_folder() as folder:
         assert folder is not None
         assert folder.parent == temporary
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -45,7 +45,7 @@ def test_it_is_private_and_ends_with_the_agent(temporary: Path) -> None:
 
 
 def test_that_of_a_killed_agent_goes_with_the_next_one_and_no_other_does(temporary: Path) -> None:
-    begin = "import time; from checkpointless.system.temp_folder import *; x = private_temp_folder()"
+    begin = "import time; from checkpointless.system.temp_folder import *; x = private_folder()"
     script = f"{begin}; print(x.__enter__(), flush=True); time.sleep(60)"
     command = [sys.executable, "-c", script]
     env = {**os.environ, "TMPDIR": str(temporary)}
@@ -60,7 +60,7 @@ def test_that_of_a_killed_agent_goes_with_the_next_one_and_no_other_does(tempora
         agents[0].send_signal(signal.SIGKILL)
         agents[0].wait()
         assert killed.is_dir()
-        with private_temp_folder():
+        with private_folder():
             assert not killed.exists()
             assert not never_locked.exists()
             assert living.is_dir()
@@ -75,7 +75,7 @@ def test_where_nothing_can_be_made_the_job_goes_on(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
-    with private_temp_folder() as folder:
+    with private_folder() as folder:
         assert folder is None
     assert "no temporary folder for the ranks" in caplog.text
 
@@ -96,7 +96,7 @@ def test_a_rank_and_what_it_starts_have_one_folder_which_is_known_by_its_pid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
-    with private_temp_folder() as folder:
+    with private_folder() as folder:
         assert folder is not None
         process = multiprocessing.get_context("fork").Process(target=rank, args=(folder,))
         process.start()

@@ -113,4 +113,3 @@ def test_odd_fields_end_neither_report_nor_narration(
     for event in events:
         list(narrator.take(event, 0.0))
     list(narrator.tick(100.0))
-    list(narrator.close())

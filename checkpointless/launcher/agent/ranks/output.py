@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -159,19 +158,9 @@ _CLOSE_S = 5.0
 _COMPLAIN_EVERY_S = 600.0
 
 
-class _Sink(Protocol):
-    """Takes the output of one rank; only the thread of its outlet calls it, which may wait in it."""
-
-    def write(self, data: bytes | bytearray, lost: int) -> None:
-        """Take output (also none, now and then), after which so many bytes were lost."""
-
-    def close(self) -> None:
-        """Finish."""
-
-
 @dataclass
 class _Source:
-    sink: _Sink
+    sink: _LogFile | _LineCopy
     waiting: bytearray = field(default_factory=bytearray)
     lost: int = 0
 
@@ -191,7 +180,7 @@ class _Outlet:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.start = self._thread.start
 
-    def to(self, sink: _Sink) -> Callable[[bytes], None]:
+    def to(self, sink: _LogFile | _LineCopy) -> Callable[[bytes], None]:
         """Return what passes output on to a sink, if there is room."""
         source = _Source(sink)
         with self._changed:
@@ -293,15 +282,13 @@ class Printed:
 class Output:
     """Takes what the processes of a node print, to log files and to the terminal.
 
-    A thread empties all pipes. It does not wait for a terminal, and for a disk only briefly, so that no rank does.
-    One thread for the files and one for the terminal wait in its place; what they cannot pass on is left out and
-    counted.
+    A thread empties all pipes. It does not wait for a terminal, and for a disk only briefly, so that no rank does:
+    one thread for the files and one for the terminal wait in its place, and what they cannot pass on is counted.
 
     Args:
         node: the node's number; None if it is the job's only node.
         most_bytes: size of each log, with the older files of the same rank.
         new_logs: the ranks whose logs begin with this agent; those of others are continued.
-        terminal: descriptor that output is copied to; None: it is not.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Starts and ends the processes of a node's ranks, and listens to them.
-
-The user's ``--device-check`` is run before a rank is started again.
-"""
+"""Starts and ends the processes of a node's ranks, each after any ``--device-check``, and listens to them."""
 
 from __future__ import annotations
 
@@ -13,15 +10,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from checkpointless.launcher.agent.launch_config import DeviceCheck
-from checkpointless.launcher.agent.ranks.fork_server import ForkServer, ForkServerLostError
+from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.ranks.output import Printed
-from checkpointless.launcher.agent.ranks.zygote import Ready, Start, Started
+from checkpointless.launcher.agent.ranks.zygote import ForkServer, ForkServerLostError, Ready, Start, Started
 from checkpointless.launcher.protocol.board import NO_STEP, Board
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, signal_name
 from checkpointless.launcher.protocol.messages import (
@@ -60,7 +56,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.observability.telemetry.wording import numbered, printable
 from checkpointless.system.environment import INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
-from checkpointless.system.process_tree import NOT_RUN, begun_by_shell, kill_descendants, wait_for_killed
+from checkpointless.system.process_tree import NOT_RUN, begin_by_shell, kill_begun, wait_for_killed
 from checkpointless.system.signals import ENDING, is_default
 
 logger = logging.getLogger(__name__)
@@ -92,55 +88,6 @@ class NodeJobState:
         self._events.emit(stage, edge, generation=generation, incident=self.incident, rank=rank, **fields)
 
 
-class _RankLink:
-    """The agent's end of a socket pair, which it owns; nothing that is done with it blocks."""
-
-    def __init__(
-        self,
-        rank: int,
-        connection: socket.socket,
-        selector: selectors.BaseSelector,
-        on_readable: Callable[[], None],
-    ) -> None:
-        connection.setblocking(False)
-        self._rank = rank
-        self._connection = connection
-        self._selector = selector
-        self._lines = LineBuffer()
-        selector.register(connection, selectors.EVENT_READ, on_readable)
-
-    def send(self, message: AgentMessage) -> bool:
-        """Send ``message``; return False if the rank has ended, or has read nothing for a long time."""
-        try:
-            data = encode(message)
-            return self._connection.send(data) == len(data)
-        except OSError as error:
-            logger.info("rank %d cannot be told %r: %s", self._rank, message.type, error)
-            return False
-
-    def receive(self) -> list[RankMessage] | None:
-        """Return the messages that are complete after one read; None if there was nothing to read.
-
-        Raises:
-            EOFError: the rank has hung up.
-            ProtocolError: the rank does not keep to the protocol.
-        """
-        try:
-            data = self._connection.recv(64 * 1024)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            logger.info("rank %d hung up: %s", self._rank, error)
-            data = b""
-        if not data:
-            raise EOFError
-        return [FROM_RANK.decode(line) for line in self._lines.feed(data)]
-
-    def close(self) -> None:
-        self._selector.unregister(self._connection)
-        self._connection.close()
-
-
 EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it would exit
 
 
@@ -166,7 +113,7 @@ class LocalRank:
     Attributes:
         log: what its processes print; whoever made it closes it.
         pid: process ID of the living process; None until it is known.
-        link: the connection to the living process; None once either side has closed it.
+        connection: to the living process; None once either side has closed it. Nothing that is done with it blocks.
         forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
         started_at_s: when the living process was started, on the monotonic clock.
         ended: how the last process ended, once it has.
@@ -181,7 +128,7 @@ class LocalRank:
     incarnation: int = -1
     state: RankState = RankState.GONE
     pid: int | None = None
-    link: _RankLink | None = None
+    connection: socket.socket | None = None
     said_hello: bool = False
     forgiven: bool = False
     handed_over: bool = False
@@ -191,10 +138,45 @@ class LocalRank:
     is_cut_off: bool = False
     is_shown: bool = False
     kill_at_s: float | None = None
+    _selector: selectors.BaseSelector | None = None
+    _lines: LineBuffer = field(default_factory=LineBuffer)
+
+    def connect(
+        self, connection: socket.socket, selector: selectors.BaseSelector, on_readable: Callable[[], None]
+    ) -> None:
+        """Take the agent's end of the socket pair of a process."""
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, on_readable)
+        self.connection, self._selector, self._lines = connection, selector, LineBuffer()
 
     def send(self, message: AgentMessage) -> bool:
         """Send ``message``; return False if the rank has ended, or has read nothing for a long time."""
-        return self.link is not None and self.link.send(message)
+        if self.connection is None:
+            return False
+        try:
+            data = encode(message)
+            return self.connection.send(data) == len(data)
+        except OSError as error:
+            logger.info("rank %d cannot be told %r: %s", self.number, message.type, error)
+            return False
+
+    def receive(self) -> list[RankMessage] | None:
+        """Return the messages that are complete after one read; None if there was nothing to read.
+
+        Raises:
+            EOFError: the rank has hung up.
+            ProtocolError: the rank does not keep to the protocol.
+        """
+        try:
+            data = b"" if self.connection is None else self.connection.recv(64 * 1024)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            logger.info("rank %d hung up: %s", self.number, error)
+            data = b""
+        if not data:
+            raise EOFError
+        return [FROM_RANK.decode(line) for line in self._lines.feed(data)]
 
     def begin(self, now_s: float) -> None:
         """Note that the rank enters its block."""
@@ -204,9 +186,10 @@ class LocalRank:
 
     def disconnect(self) -> None:
         """Close the connection, if there is one."""
-        if self.link is not None:
-            self.link.close()
-            self.link = None
+        if self.connection is not None and self._selector is not None:
+            self._selector.unregister(self.connection)
+            self.connection.close()
+            self.connection = None
 
     def close(self) -> None:
         """Release all resources."""
@@ -228,30 +211,23 @@ class _Run:
     ``why`` is set once it has failed, and is to be reported at ``report_at_s`` of the agent's clock.
     """
 
-    def __init__(self, check: DeviceCheck, spawn: Spawn, env: Mapping[str, str], now_s: float) -> None:
+    def __init__(self, config: LaunchConfig, spawn: Spawn, env: Mapping[str, str], now_s: float) -> None:
         self.spawn, self.why, self.report_at_s, self.not_run = spawn, "", 0.0, ""
-        self.process = subprocess.Popen(
-            begun_by_shell(check.command),
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self.process = begin_by_shell(config.check_command, env={**os.environ, **env}, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         self._output = self.process.stdout
         os.set_blocking(self._output.fileno(), False)
-        self._said, self._timeout_s, self.began_s = b"", check.timeout_s, now_s
+        self._said, self._limit_s, self.began_s = b"", config.device_check_timeout_s, now_s
 
     def result(self, now_s: float) -> str | None:
         """Return why the device must not be used ("": it may be); None as long as that is not known."""
         is_over = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         with contextlib.suppress(BlockingIOError):
             self._said = (self._said + os.read(self._output.fileno(), _PIPE_BYTES))[-_KEPT_BYTES:]
-        if not is_over and now_s < self.began_s + self._timeout_s:
+        if not is_over and now_s < self.began_s + self._limit_s:
             return None
         self.kill()
-        how = f"was not over within {self._timeout_s:g} s"
+        how = f"was not over within {self._limit_s:g} s"
         lines = [printable(line, _LONGEST_LINE) for line in self._said.decode(errors="replace").split("\n")]
         last = [line for line in lines if line][-1:]
         if is_over:
@@ -265,9 +241,7 @@ class _Run:
 
     def kill(self) -> None:
         """Kill what is left of it; its first process must not have been waited for."""
-        kill_descendants(self.process.pid)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have become another user's
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_begun(self.process)
         self._output.close()
 
 
@@ -280,12 +254,12 @@ class _DeviceChecks:
     def __init__(
         self,
         job: NodeJobState,
-        check: DeviceCheck | None,
+        config: LaunchConfig,
         report: Callable[[NodeMessage], None],
         say: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._job, self._check, self._clock = job, check, clock
+        self._job, self._config, self._clock = job, config, clock
         self._report, self._say = report, say
         self._held: dict[int, _Run] = {}
         self._ending: list[subprocess.Popen[bytes]] = []  # killed, and not reaped yet
@@ -297,10 +271,10 @@ class _DeviceChecks:
     def hold(self, spawn: Spawn, env: Mapping[str, str]) -> bool:
         """Begin to check the device of a rank; return whether its process is held until that is over."""
         self.drop(spawn.rank)
-        if self._check is None or spawn.incarnation == 0 or spawn.anyway:
+        if not self._config.check_command or spawn.incarnation == 0 or spawn.anyway:
             return False
         try:
-            self._held[spawn.rank] = _Run(self._check, spawn, env, self._clock())
+            self._held[spawn.rank] = _Run(self._config, spawn, env, self._clock())
         except OSError as error:
             self._say(_NO_CHECK.format(spawn.rank, error))
         return spawn.rank in self._held
@@ -356,9 +330,7 @@ class ProcessKeeper:
     """Keeps the processes of a node's ranks.
 
     Args:
-        bare_fork_server: makes the one to use if what the first has imported must not be forked.
-        make_rank: makes a rank, given its number, before its first process is started.
-        rank_env: environment variables of every rank, besides those that the coordinator sends.
+        fork_servers: gives the fork server, and then the one to use if what that has imported must not be forked.
         on_lost: called with the reason when no process can be started any more.
 
     Attributes:
@@ -368,39 +340,31 @@ class ProcessKeeper:
 
     def __init__(
         self,
-        job: NodeJobState,
-        *,
-        fork_server: ForkServer,
-        bare_fork_server: Callable[[], ForkServer],
+        config: LaunchConfig,
+        fork_servers: Iterator[ForkServer],
         make_rank: Callable[[int], LocalRank],
         rank_env: dict[str, str],
         selector: selectors.BaseSelector,
-        report: Callable[[NodeMessage], None],
         say: Callable[[str], None],
         clock: Callable[[], float],
+        job: NodeJobState,
+        report: Callable[[NodeMessage], None],
         on_lost: Callable[[str], None],
-        device_check: DeviceCheck | None = None,
     ) -> None:
         self.ranks: dict[int, LocalRank] = {}
         self.can_start = self.is_discarding = False
         self.failures = 0
-        self._job = job
+        self._job, self._report, self._say, self._clock, self._on_lost = job, report, say, clock, on_lost
         self._reports = _RankReports(job, report, clock)
-        self._server = fork_server
+        self._servers = fork_servers
+        self._server = next(fork_servers)
         self._server_lost = False
-        self._bare_server: Callable[[], ForkServer] | None = bare_fork_server
-        self._make_rank = make_rank
-        self._rank_env = rank_env
-        self._selector = selector
-        self._report = report
-        self._say = say
-        self._clock = clock
-        self._on_lost = on_lost
-        self._checks = _DeviceChecks(job, device_check, report, say, clock)
+        self._make_rank, self._rank_env, self._selector = make_rank, rank_env, selector
+        self._checks = _DeviceChecks(job, config, report, say, clock)
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
         self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
         self._told_of: set[int] = set()  # signals that ranks have no handlers for
-        selector.register(fork_server.readable, selectors.EVENT_READ, self.hear)
+        selector.register(self._server.readable, selectors.EVENT_READ, self.hear)
 
     def alive(self) -> list[LocalRank]:
         """Return the ranks whose processes have not ended."""
@@ -412,7 +376,7 @@ class ProcessKeeper:
             return
         for spawn in self._checks.passed():
             self._start(self.ranks[spawn.rank], spawn)
-        if any(rank.link is None for rank in self.alive()):  # nobody else would say that it has ended
+        if any(rank.connection is None for rank in self.alive()):  # nobody else would say that it has ended
             self._server.ask()
         self._hear_server()
 
@@ -461,7 +425,10 @@ class ProcessKeeper:
             self.ranks[spawn.rank] = self._make_rank(spawn.rank)
         rank, job = self.ranks[spawn.rank], self._job
         if rank.state is not RankState.GONE and held is None:
-            self._replace(rank, spawn)
+            logger.info("rank %d: %d is to be started while another lives", rank.number, spawn.incarnation)
+            if spawn.incarnation > rank.incarnation:
+                self._next[rank.number] = spawn
+                self.kill(rank)
             return
         rank.incarnation = spawn.incarnation
         job.generation = max(job.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
@@ -485,15 +452,8 @@ class ProcessKeeper:
         order = Start(rank.number, rank.incarnation, env)
         self._server.start(order, rank.log.begin(), theirs.fileno(), rank.board.fd)
         theirs.close()
-        rank.link = _RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
+        rank.connect(ours, self._selector, lambda: self._hear_rank(rank))
         rank.started_at_s = time.monotonic()
-
-    def _replace(self, rank: LocalRank, spawn: Spawn) -> None:
-        """Start a process once the rank's living process has ended."""
-        logger.info("rank %d: %d is to be started while %d lives", rank.number, spawn.incarnation, rank.incarnation)
-        if spawn.incarnation > rank.incarnation:
-            self._next[rank.number] = spawn
-            self.kill(rank)
 
     def report_again(self) -> None:
         """Report again what a coordinator may not have heard of: bad devices, and how processes ended."""
@@ -575,7 +535,7 @@ class ProcessKeeper:
     def discard(self, grace_s: float = 0.0) -> None:
         """End all processes, report nothing of their ends, and join the job again without them.
 
-        Those that wait at the barrier are asked to end, and killed after ``grace_s`` seconds; the others at once.
+        Those that wait at the barrier have ``grace_s`` seconds; the others are killed at once.
         """
         self.is_discarding = True
         self._next.clear()
@@ -601,13 +561,14 @@ class ProcessKeeper:
         if not ready.can_fork:
             self._selector.unregister(self._server.readable)
             self._server.close()
-            if self._bare_server is None:
+            following = next(self._servers, None)
+            if following is None:
                 self._on_lost("CUDA is initialized in a process that has imported nothing for the job")
                 return
             self._say(
                 "a preloaded module has initialized CUDA: nothing is preloaded, and each rank imports by itself"
             )
-            self._server, self._bare_server = self._bare_server(), None
+            self._server = following
             self._selector.register(self._server.readable, selectors.EVENT_READ, self.hear)
             return
         self.can_start = True
@@ -623,10 +584,6 @@ class ProcessKeeper:
         self.failures += code != 0
         lines = rank.log.last_lines() if code != 0 else []
         self._ended(rank, code, lines)
-        self._spawn_next(rank)
-
-    def _spawn_next(self, rank: LocalRank) -> None:
-        """Start the process that has waited for the end of the rank's last one."""
         following = self._next.pop(rank.number, None)
         if following is not None and self._job.outcome is None:
             self.spawn(following)
@@ -677,14 +634,12 @@ class _RankReports:
     def __init__(
         self, job: NodeJobState, report: Callable[[NodeMessage], None], clock: Callable[[], float]
     ) -> None:
-        self._job = job
-        self._report = report
-        self._clock = clock
+        self._job, self._report, self._clock = job, report, clock
 
     def hear(self, rank: LocalRank) -> None:
-        while rank.link is not None:
+        while rank.connection is not None:
             try:
-                messages = rank.link.receive()
+                messages = rank.receive()
             except EOFError:
                 rank.disconnect()
                 if rank.state in COUNTED and self._job.outcome is None:

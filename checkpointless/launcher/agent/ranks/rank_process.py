@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import faulthandler
 import io
-import json
 import logging
 import os
 import runpy
@@ -16,7 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,16 +47,6 @@ class Script:
     target: str
     args: tuple[str, ...] = ()
     module: bool = False
-
-    def to_json(self) -> str:
-        """Return the script as text for a command line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Script:
-        """Undo :meth:`to_json`."""
-        body = json.loads(text)
-        return cls(body["target"], tuple(body["args"]), body["module"])
 
 
 def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
@@ -111,10 +100,7 @@ def run_script(script: Script) -> NoReturn:
 
 
 def _run(script: Script, board: Board | None) -> int:
-    """Run the script and return its exit code.
-
-    It is on the board while the destructors of the script's variables run, which may hang.
-    """
+    """Run the script and return its exit code, which is on the board while the destructors of its variables run."""
     code = 0
     sys.argv = [script.target, *script.args]
     try:

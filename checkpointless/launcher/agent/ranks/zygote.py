@@ -1,17 +1,17 @@
-"""A process that has imported the frameworks once and forks ranks.
+"""A process that has imported the frameworks once and forks ranks, and the agent's side of it.
 
 The agent starts it by ``python -m checkpointless.launcher.agent.ranks.zygote``.
 
 It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
 descriptors: the rank's log, its connection to the agent, and its board. Each request is answered at the end by
-:class:`Answered`, so that the agent notices a process that does nothing any more.
+:class:`_Answered`, so that the agent notices a process that does nothing any more.
 
 It adopts the orphans of ranks. When the agent ends, however it ends, all that ranks have started is ended, too.
 """
 
 from __future__ import annotations
 
-import argparse
+import ctypes
 import gc
 import logging
 import os
@@ -19,9 +19,11 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -30,18 +32,45 @@ import msgspec
 from checkpointless.launcher.agent.ranks.preload import PlatformError, install_cpu_platform, preload, prepare
 from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent, run_script
 from checkpointless.system import temp_folder
+from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, HANDOVER_ENV, RANK_ENV
-from checkpointless.system.process_tree import ProcessTree, adopt_orphans, kill_descendants
+from checkpointless.system.process_tree import (
+    ForkedProcess,
+    ProcessLook,
+    ProcessTree,
+    kill_descendants,
+    state_of,
+    wait_for_killed,
+)
 from checkpointless.system.signals import ENDING, PASSED_ON
 
 logger = logging.getLogger(__name__)
 
 _MAX_REQUEST_BYTES = 128 * 1024
 _KILL_GRACE_S = 5.0
+_PR_SET_CHILD_SUBREAPER = 36
 #: A child has ended; or the agent has, which is sent as a signal that a stopped process gets, too.
 _AWAKES = (signal.SIGCHLD, signal.SIGCONT)
 _NO_PROCESS_CODE = 71  # EX_OSERR
 _NO_PROCESS = "the kernel gives this rank no process (%s): raise the limits on processes, memory and open files\n"
+
+
+class _Setup(msgspec.Struct, frozen=True):
+    """What a zygote is started with.
+
+    Attributes:
+        descriptor: its end of the connection to the agent.
+        preload: dotted names that it imports.
+        cpu: whether it installs the CPU platform after the imports.
+        folder: in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
+    """
+
+    descriptor: int
+    agent: int
+    script: Script
+    preload: tuple[str, ...]
+    cpu: bool
+    folder: str | None
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -56,22 +85,22 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     env: dict[str, str]
 
 
-class Signal(msgspec.Struct, tag=True, frozen=True):
+class _Signal(msgspec.Struct, tag=True, frozen=True):
     """Send a signal to a rank; SIGKILL also goes to its children."""
 
     pid: int
     number: int
 
 
-class Ping(msgspec.Struct, tag=True, frozen=True):
+class _Ping(msgspec.Struct, tag=True, frozen=True):
     """Answer."""
 
 
-class Answered(msgspec.Struct, tag=True, frozen=True):
+class _Answered(msgspec.Struct, tag=True, frozen=True):
     """A request has been dealt with."""
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
+class _Failed(msgspec.Struct, tag=True, frozen=True):
     """The zygote cannot start ranks, and ends."""
 
     why: str
@@ -109,10 +138,11 @@ class _Exited(msgspec.Struct, tag=True, frozen=True):
     code: int
 
 
-Request: TypeAlias = Start | Signal | Ping
+_Request: TypeAlias = Start | _Signal | _Ping
 News: TypeAlias = Ready | Started | _Exited
-Event: TypeAlias = News | Answered | Failed
-_REQUESTS = msgspec.json.Decoder(Request)
+_Event: TypeAlias = News | _Answered | _Failed
+_REQUESTS = msgspec.json.Decoder(_Request)
+_EVENTS = msgspec.json.Decoder(_Event)
 
 
 class _Zygote:
@@ -142,14 +172,14 @@ class _Zygote:
 
     def serve(self) -> None:
         """Serve until the agent closes the connection or ends, then end all processes that ranks have led to."""
-        adopt_orphans()
+        _adopt_orphans()
         die_with_parent(self._agent, signal.SIGCONT)
         while self._open:
             for key, _ in self._selector.select():
                 key.data()
         self._end_all()
 
-    def say(self, event: Event) -> None:
+    def say(self, event: _Event) -> None:
         try:
             self._connection.send(msgspec.json.encode(event))
         except OSError as error:
@@ -166,9 +196,9 @@ class _Zygote:
             self._start(request, descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
-        elif isinstance(request, Signal):
+        elif isinstance(request, _Signal):
             self._signal(request.pid, request.number)
-        self.say(Answered())
+        self.say(_Answered())
 
     def _start(self, start: Start, descriptors: list[int]) -> None:
         zygote_pid = os.getpid()
@@ -256,6 +286,13 @@ class _Zygote:
             time.sleep(0.005)
 
 
+def _adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends, instead of the machine's first."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        logger.warning("orphans are not adopted, and may be left: %s", os.strerror(ctypes.get_errno()))
+
+
 def _set_lightnings_rank(rank: int) -> None:
     """Set the rank that Lightning noted when it was imported, when no rank was known."""
     module = sys.modules.get("lightning_utilities.core.rank_zero")
@@ -279,36 +316,231 @@ def can_fork() -> bool:
     return status == 0
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(setup: _Setup) -> None:
     """Preload, then serve the agent."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--script", type=Script.from_json, required=True)
-    parser.add_argument("--temp-folder", type=Path)
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--preload", default="")
-    options = parser.parse_args(arguments)
-    die_with_parent(options.parent)
+    die_with_parent(setup.agent)
     logging.basicConfig(level=logging.INFO, format="zygote: %(message)s")
-    os.set_inheritable(options.fd, False)
-    connection = socket.socket(fileno=options.fd)
+    os.set_inheritable(setup.descriptor, False)
+    connection = socket.socket(fileno=setup.descriptor)
     started_s = time.monotonic()
-    failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
+    failed = preload(setup.preload, setup.script)
     try:
-        if options.cpu:
+        if setup.cpu:
             install_cpu_platform()
     except PlatformError as error:
-        connection.send(msgspec.json.encode(Failed(str(error))))
+        connection.send(msgspec.json.encode(_Failed(str(error))))
         sys.exit(1)
-    prepare(options.script)
+    prepare(setup.script)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
-    zygote = _Zygote(connection, options.script, options.temp_folder)
+    zygote = _Zygote(connection, setup.script, None if setup.folder is None else Path(setup.folder))
     zygote.say(Ready(can_fork(), tuple(failed), time.monotonic() - started_s))
     zygote.serve()
     shutil.rmtree(os.environ.get(HANDOVER_ENV, ""), ignore_errors=True)  # an agent that was killed leaves it
 
 
+# --- The agent's side ---------------------------------------------------------------------------------------------
+
+_MODULE = "checkpointless.launcher.agent.ranks.zygote"
+_CLOSE_TIMEOUT_S = 5.0
+ANSWER_LIMIT_S = 20.0  # a zygote answers in milliseconds, or in a second on a machine that is starved
+_ASK_EVERY_S = 1.0
+_CLOSE_SILENT_S = 1.0
+
+
+class ForkServerLostError(RuntimeError):
+    """The fork server has ended."""
+
+
+class ForkServer:
+    """Starts, signals and reaps the processes of ranks, which a zygote forks.
+
+    Args:
+        log: descriptor that the zygote's own output goes to; it is only lent.
+        fork_here: whether to fork the zygote from this process, which has imported everything, instead of starting
+            an interpreter; this process must have one thread and no CUDA context.
+        close: descriptors that a zygote which is forked from this process closes.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        preload: tuple[str, ...],
+        cpu: bool,
+        env: dict[str, str],
+        log: int,
+        folder: Path | None,
+        fork_here: bool = False,
+        clock: Callable[[], float] | None = None,
+        close: Sequence[int] = (),
+    ) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        setup = _Setup(theirs.fileno(), os.getpid(), script, preload, cpu, None if folder is None else str(folder))
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        with theirs:
+            if fork_here:
+                self.process = ForkedProcess(
+                    lambda: _zygote_in_this_process(setup, env),
+                    output=log,
+                    close=[self._connection.fileno(), *close],
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", _MODULE, msgspec.json.encode(setup).decode()],
+                    env=zygote_env(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        self._connection.setblocking(False)
+        self.readable = self._connection
+        self._is_ready = False
+        self._pids: set[int] = set()
+        self._clock = clock or AwakeClock()
+        self._queue: deque[tuple[bytes, list[int]]] = deque()  # requests that the zygote has not taken
+        self._unanswered = 0
+        self._heard_s = self._clock()  # or when the first request was made that is not answered
+
+    def start(self, order: Start, log: int, agent: int, board: int) -> None:
+        """Start one process; :class:`.Started` follows. The descriptors that it inherits are only borrowed."""
+        self._request(order, [log, agent, board])
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a rank; SIGKILL also goes to its children. A rank that has ended is left alone."""
+        self._request(_Signal(pid, int(number)), [])
+
+    def ask(self) -> None:
+        """Find out whether ranks are still watched; :meth:`news` raises if they are not."""
+        if not self._unanswered and self._clock() - self._heard_s > _ASK_EVERY_S:
+            self._request(_Ping(), [])
+
+    def news(self) -> list[News]:
+        """Return what happened since the last call, without blocking.
+
+        Raises:
+            ForkServerLostError: no process can be started any more.
+        """
+        found: list[News] = []
+        while True:
+            try:
+                data = self._connection.recv(64 * 1024)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise self._lost() from error
+            if not data:
+                if found:
+                    return found  # the next call sees the end again
+                raise self._lost()
+            self._heard_s = self._clock()
+            found += self._heard(_EVENTS.decode(data))
+        self._send()
+        if not found and self._unanswered and self._clock() - self._heard_s > ANSWER_LIMIT_S:
+            look = ProcessLook.at(self.process.pid)
+            self._kill()
+            raise ForkServerLostError(
+                f"the fork server has not answered for {ANSWER_LIMIT_S:g} s "
+                f"({state_of(look, look, 0.0).value}), and was killed with the ranks"
+            )
+        return found
+
+    def close(self) -> None:
+        """Kill and reap every remaining process, in bounded time."""
+        self._connection.close()
+        for _, descriptors in self._queue:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if not self._is_ready:
+            self.process.kill()  # it would first finish its imports
+        try:
+            self.process.wait(_CLOSE_SILENT_S if self._unanswered else _CLOSE_TIMEOUT_S + 1)
+        except subprocess.TimeoutExpired:
+            logger.warning("the zygote did not end by itself and is killed")
+            self._kill()
+        if self.process.returncode == 0:
+            return
+        trees = [ProcessTree(pid, None) for pid in self._pids]
+        for tree in trees:  # the kernel kills the ranks, but not what they started
+            tree.kill()
+        for tree in trees:
+            tree.clean()
+
+    def _kill(self) -> None:
+        """Kill the zygote and all that it has led to, without its help."""
+        kill_descendants(self.process.pid)
+        self.process.kill()
+        wait_for_killed(self.process, _CLOSE_TIMEOUT_S)
+
+    def _request(self, request: _Request, descriptors: list[int]) -> None:
+        if not self._unanswered:
+            self._heard_s = self._clock()
+        self._unanswered += 1
+        self._queue.append((msgspec.json.encode(request), [os.dup(each) for each in descriptors]))
+        self._send()
+
+    def _send(self) -> None:
+        """Send the requests that the zygote takes now; the others wait for :meth:`news`."""
+        while self._queue:
+            data, descriptors = self._queue[0]
+            try:
+                socket.send_fds(self._connection, [data], descriptors)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("the zygote cannot be reached: %s", error)  # news() reports this too
+            self._queue.popleft()
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _heard(self, event: _Event) -> list[News]:
+        if isinstance(event, _Answered):
+            self._unanswered -= 1
+            return []
+        if isinstance(event, _Failed):
+            raise ForkServerLostError(event.why)
+        if isinstance(event, Ready):
+            self._is_ready = True
+        elif isinstance(event, Started):
+            self._pids.add(event.pid)
+        else:
+            self._pids.discard(event.pid)
+        return [event]
+
+    def _lost(self) -> ForkServerLostError:
+        try:
+            code = self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            return ForkServerLostError("the fork server hung up")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return ForkServerLostError(f"the fork server {how}")
+
+
+def _zygote_in_this_process(setup: _Setup, env: Mapping[str, str]) -> None:
+    """Run the zygote in this process, which was forked for it."""
+    wanted = zygote_env(env)
+    os.environ.clear()
+    os.environ.update(wanted)
+    _forget_handlers()
+    main(setup)
+
+
+def _forget_handlers() -> None:
+    """Give this process, which was forked from one that handles signals, their default actions again."""
+    for number in (*ENDING, *PASSED_ON):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def zygote_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the zygote's environment, without the rank that a pod may have given to the agent.
+
+    Libraries check whether that rank is 0 when they are imported.
+    """
+    return {**{name: value for name, value in os.environ.items() if name != RANK_ENV}, **env}
+
+
 if __name__ == "__main__":
-    main()
+    main(msgspec.json.decode(sys.argv[1], type=_Setup))

@@ -1,12 +1,14 @@
 """Test what the zygote has imported before it forks."""
 
+import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from checkpointless.launcher.agent.ranks.preload import preloads_of, prepare
+from checkpointless.launcher.agent.ranks import preload
+from checkpointless.launcher.agent.ranks.preload import PlatformError, install_cpu_platform, preloads_of, prepare
 from checkpointless.launcher.agent.ranks.rank_process import Script
 
 
@@ -64,3 +66,20 @@ def test_what_cannot_be_done_before_the_ranks_is_left_to_them(
     preloaded.before_ranks = lambda arguments: arguments[0]  # type: ignore[attr-defined]
     prepare(Script(preloaded.__name__, module=True))
     assert "preparing made_up_runner failed: IndexError" in caplog.text
+
+
+def fail() -> None:
+    raise ValueError("two\nlines")
+
+
+def test_the_cpu_platform_is_where_it_is_looked_for() -> None:
+    from checkpointless.integrations.megatron import cpu_platform
+
+    assert pkgutil.resolve_name(preload._CPU_PLATFORM) is cpu_platform.install
+
+
+def test_a_platform_that_cannot_be_used_is_one_line_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "_CPU_PLATFORM", f"{__name__}:fail")
+    with pytest.raises(PlatformError) as refused:
+        install_cpu_platform()
+    assert str(refused.value) == "the CPU platform cannot be used: ValueError: two lines"

@@ -5,66 +5,47 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from checkpointless.launcher.agent.ranks.process_keeper import _RankLink
+from checkpointless.launcher.agent.ranks.process_keeper import LocalRank
 from checkpointless.launcher.protocol.messages import Barrier, Finish, Hello, ProtocolError, encode
 
 
-class Pair:
-    """Represents a link and the rank's end of its connection."""
-
-    def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
-        ours, self.rank = socket.socketpair()
-        self.heard = 0
-        self.link = _RankLink(0, ours, self.selector, self._hear)
-
-    def _hear(self) -> None:
-        self.heard += 1
-
-    def turn(self) -> None:
-        """Make one turn of the loop."""
-        for key, _ in self.selector.select(0):
-            key.data()
-
-
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    yield made
-    made.rank.close()
-    made.selector.close()
+def pair(tmp_path: Path) -> Iterator[tuple[LocalRank, socket.socket]]:
+    """Give a rank and its process's end of the connection."""
+    ours, theirs = socket.socketpair()
+    with selectors.DefaultSelector() as selector, theirs:
+        rank = LocalRank(0, cast(Any, None), cast(Any, None))
+        rank.connect(ours, selector, lambda: None)
+        yield rank, theirs
+        rank.disconnect()
 
 
-def test_messages_are_given_out_when_they_are_complete(pair: Pair) -> None:
-    assert pair.link.receive() is None
-    line = encode(Hello(0)) + encode(Barrier(0))
-    pair.rank.sendall(line[:-5])
-    pair.turn()
-    assert pair.heard == 1
-    assert pair.link.receive() == [Hello(0)]
-    assert pair.link.receive() is None
-    pair.rank.sendall(line[-5:])
-    assert pair.link.receive() == [Barrier(0)]
-
-
-def test_what_was_said_before_the_end_is_heard(pair: Pair) -> None:
-    pair.rank.sendall(encode(Barrier(3)))
-    pair.rank.close()
-    assert pair.link.receive() == [Barrier(3)]
+def test_messages_are_given_out_when_they_are_complete(pair: tuple[LocalRank, socket.socket]) -> None:
+    rank, process = pair
+    assert rank.receive() is None
+    line = encode(Hello(0)) + encode(Barrier(3))
+    process.sendall(line[:-5])
+    assert (rank.receive(), rank.receive()) == ([Hello(0)], None)
+    process.sendall(line[-5:])
+    process.close()
+    assert rank.receive() == [Barrier(3)], "what was said before the end"
     with pytest.raises(EOFError):
-        pair.link.receive()
-    assert not pair.link.send(Finish())
+        rank.receive()
+    assert not rank.send(Finish())
 
 
-def test_what_is_no_message_is_refused(pair: Pair) -> None:
-    pair.rank.sendall(b"good morning\n")
+def test_what_is_no_message_is_refused(pair: tuple[LocalRank, socket.socket]) -> None:
+    rank, process = pair
+    process.sendall(b"good morning\n")
     with pytest.raises(ProtocolError):
-        pair.link.receive()
+        rank.receive()
 
 
-def test_a_rank_that_reads_nothing_blocks_nobody(pair: Pair) -> None:
-    while pair.link.send(Finish()):
+def test_a_rank_that_reads_nothing_blocks_nobody(pair: tuple[LocalRank, socket.socket]) -> None:
+    while pair[0].send(Finish()):
         pass

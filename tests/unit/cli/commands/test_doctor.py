@@ -68,48 +68,25 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(
     assert json.loads(path.read_text())["worst"] == "warning"
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["trainer.max_steps=3"], "unrecognized arguments"),
-        (["-m"], "-m requires --script"),
-        (["--script", "nowhere.py"], "nowhere.py"),
-        (["--json", "/no/such/folder/x"], "cannot write /no/such/folder/x"),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_one_line(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = main(["doctor", *argv])
-    except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else -1
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert status == 2
-    assert said.startswith("checkpointless: error: ")
-    assert says in said
-
-
 def test_a_job_says_the_two_worst_before_it_begins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module, "launch", lambda config, say: 0)
-    monkeypatch.setattr(node, "_has_driver", lambda: True)
-    assert main(["run", "train.py"]) == 0
-    assert "doctor" not in capsys.readouterr().err
+
+    def said(*words: str) -> list[str]:
+        assert main(["run", *words, "train.py"]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        return [line for line in lines if line.endswith("(all findings: checkpointless doctor)")]
+
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert said() == [], "there is no GPU"
+    monkeypatch.setattr(node, "_has_driver", lambda: True)
+    assert ["NCCL_NVLS" in line for line in said()] == [True]
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     monkeypatch.setenv("TMPDIR", "/nowhere")
-    assert main(["run", "train.py"]) == 0
-    told = [
-        line for line in capsys.readouterr().err.splitlines() if "(all findings: checkpointless doctor)" in line
-    ]
+    told = said()
     assert [line.split(": ")[1] for line in told] == ["warning", "warning"]
     assert ["DETAIL" in line or "NCCL_NVLS" in line for line in told] == [True, True]
-    assert main(["run", "--cpu", "train.py"]) == 0
-    told = [
-        line for line in capsys.readouterr().err.splitlines() if "(all findings: checkpointless doctor)" in line
-    ]
-    assert ["/nowhere cannot be written" in line for line in told] == [True]
+    assert ["/nowhere cannot be written" in line for line in said("--cpu")] == [True]

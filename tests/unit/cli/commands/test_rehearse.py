@@ -48,23 +48,3 @@ def test_options_may_follow_a_recipe(trained: list[argparse.Namespace]) -> None:
     rehearse._program(parsed("my/own.yaml", "optim.lr=1"))
     assert trained[-1].recipe == "my/own.yaml"
     assert trained[-1].nproc_per_node is None, "the recipe says it"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("nothing.py",), "there is no script 'nothing.py'"),
-        (("-m", "no_such_module"), "there is no module 'no_such_module'"),
-        (("--steps", "0", "train.py"), "--steps"),
-        (("tiny_gpt_cpu", "--step", "3"), "--step"),
-    ],
-)
-def test_wrong_words_end_in_one_line(words: tuple[str, ...], says: str, capfd: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = command_line.main(["rehearse", *words])
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    said = capfd.readouterr().err
-    assert code == 2, said
-    assert says in said
-    assert "Traceback" not in said

@@ -15,15 +15,6 @@ from tests.unit.made_up_run import MadeUpRun, S
 from tests.unit.report.reports import HOSTILE, simple_run
 
 
-def written(tmp_path: Path, run: MadeUpRun) -> Path:
-    lines = []
-    for event in run.events:
-        own = {key: value for key, value in vars(event).items() if key != "fields"}
-        lines.append(json.dumps({**own, **event.fields}))
-    (tmp_path / EVENTS_FILE).write_text("\n".join(lines) + "\n")
-    return tmp_path
-
-
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def show(*argv: str) -> str:
@@ -35,7 +26,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 def test_the_terminal_shows_it_all(tmp_path: Path, shown: Callable[..., str]) -> None:
     run, _ = simple_run()
-    text = shown(str(written(tmp_path, run)))
+    text = shown(str(run.write(tmp_path)))
     for words in ("1 incident; ended well", "sigkill", "step 21", "rank 0: 1.5 MB", "ETTR"):
         assert words in text
     assert "finished steps lost: 0" in text
@@ -50,7 +41,7 @@ def test_a_hostile_cause_does_nothing_to_a_terminal(tmp_path: Path, shown: Calla
     run.start()
     run.incident(20.0, "1", committed=3, cause=HOSTILE)
     run.end(40.0, code=1, reason=HOSTILE)
-    text = shown(str(written(tmp_path, run)))
+    text = shown(str(run.write(tmp_path)))
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert "[red]" in text
 
@@ -61,7 +52,7 @@ def test_the_traceback_of_the_rank_that_failed_is_on_the_page(tmp_path: Path, sh
         path = traceback_path(tmp_path, 0, rank)
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"Traceback (most recent call last):\nValueError: of rank {rank}\n")
-    text = shown(str(written(tmp_path, run)), "--html", str(tmp_path / "r.html"))
+    text = shown(str(run.write(tmp_path)), "--html", str(tmp_path / "r.html"))
     assert f"tracebacks in full: {tmp_path / 'tracebacks'}" in text
     assert "ValueError: of rank 1" in (tmp_path / "r.html").read_text()
     assert "ValueError: of rank 0" not in (tmp_path / "r.html").read_text()
@@ -77,7 +68,7 @@ def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
     assert "nothing recorded" in Path(outputs[1]).read_text()
     run, _ = simple_run()
     run.events.pop()
-    written(tmp_path, run)
+    run.write(tmp_path)
     with (tmp_path / EVENTS_FILE).open("a") as log:
         log.write('{"not": "an event"}\n')
     assert "1 line of the log is torn or no event, and left out" in shown(*argv)
@@ -96,8 +87,7 @@ def test_runs_of_one_job_are_added_up_everywhere(tmp_path: Path, shown: Callable
         run.incident(31.0, "1", committed=21, how="hang")
         run.end(100.0, step=85)
         run.events = [replace(event, ts=event.ts + begins_s * S) for event in run.events]
-        (tmp_path / name).mkdir()
-        dirs.append(str(written(tmp_path / name, run)))
+        dirs.append(str(run.write(tmp_path / name)))
     page = tmp_path / "job.html"
     for text in (shown(*dirs, "--html", str(page)), page.read_text()):
         for words in ("2 runs of a job", "idle", "hang", "rank 1 on node 0", "goodput", "repeated"):
@@ -118,7 +108,7 @@ def test_runs_of_one_job_are_added_up_everywhere(tmp_path: Path, shown: Callable
 def test_runs_that_are_no_job_are_refused_in_one_line(
     tmp_path: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = str(written(tmp_path, simple_run()[0]))
+    run_dir = str(simple_run()[0].write(tmp_path))
     assert main(["report", run_dir, run_dir, *argv]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "name one run directory" in line or "overlap" in line
@@ -129,5 +119,5 @@ def test_a_file_that_cannot_be_written_is_one_line(
     tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = simple_run()
-    assert main(["report", str(written(tmp_path, run)), option, str(tmp_path / "no" / "file")]) == 2
+    assert main(["report", str(run.write(tmp_path)), option, str(tmp_path / "no" / "file")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
