@@ -52,6 +52,10 @@ def console(**more: Any) -> Console:  # Any: of different types
     return plain
 
 
+def _table(title: str, *columns: str, show_header: bool = True) -> Table:
+    return Table(*columns, title=title, title_justify="left", show_header=show_header)
+
+
 def show_report(report: Report, page: Console) -> None:
     """Print the whole report of a run."""
     run = report.run
@@ -150,7 +154,7 @@ def _share(value: float | None) -> str:
 
 def _time_table(goodput: Goodput) -> Table:
     """Return a table of what the wall time went to: each cause of the sums, in their order."""
-    table = Table("time", "", "share", "", title="time by cause", title_justify="left")
+    table = _table("time by cause", "time", "", "share", "")
     for cause, spent_s in goodput.seconds.items():
         of = spent_s / goodput.wall_s if goodput.wall_s > 0 else None
         name, what = wording.printable(cause, _LONGEST_KIND), CAUSES.get(cause, "incidents")
@@ -168,7 +172,7 @@ def _lost_table(goodput: Goodput) -> Table:
     """Return a table of the ranks and nodes for which the job lost time; of many, only the longest times."""
     hidden = max(0, len(goodput.lost) - _MOST_INCIDENTS)
     title = "time lost for one rank or node" + (f" ({hidden} shorter ones are in --json)" if hidden else "")
-    table = Table("cause", "for", "", "", title=title, title_justify="left")
+    table = _table(title, "cause", "for", "", "")
     for each in goodput.lost[:_MOST_INCIDENTS]:
         on = "" if each.node is None else f" on node {each.node}"
         who = each.who or f"rank {each.rank}{on}"
@@ -181,21 +185,22 @@ def _lost_table(goodput: Goodput) -> Table:
 def _other_tables(report: Report) -> Iterator[Table]:
     """Yield the tables of what is no incident, each of which may have no rows."""
     yield _filled(
-        Table("node", "rank", "why", "remedy", title="failed device checks", title_justify="left"),
+        _table("failed device checks", "node", "rank", "why", "remedy"),
         ((each["node"], str(each["rank"]), each["why"], each["remedy"]) for each in report.devices),
     )
     yield _filled(
-        Table("checkpoint", "ranks", "why", title="not saved", title_justify="left"),
+        _table("not saved", "checkpoint", "ranks", "why"),
         ((each["path"], ", ".join(map(str, each["ranks"])), each["reason"]) for each in report.failed_saves),
     )
-    columns = ("rank", "node", "slow in", "found after step", "work of a step", "usually", "lasted")
-    table = Table(*columns, title="slow ranks", title_justify="left")
+    table = _table(
+        "slow ranks", "rank", "node", "slow in", "found after step", "work of a step", "usually", "lasted"
+    )
     for each in report.stragglers:
         lasted = "to the end" if each.lasted_s is None else wording.duration(each.lasted_s)
         where = (str(each.rank), str(each.node), each.why, str(each.step))
         table.add_row(*where, wording.duration(each.own_s), wording.duration(each.usual_s), lasted)
     yield table
-    table = Table("rank", "step", "gradient of", "the step", title="computed wrongly", title_justify="left")
+    table = _table("computed wrongly", "rank", "step", "gradient of", "the step")
     for wrong in report.corrupted:
         more = f" and {wrong['parameters'] - 1} more" if wrong["parameters"] > 1 else ""
         what = wording.printable(wrong["parameter"], _LONGEST_CAUSE) + more
@@ -217,7 +222,7 @@ def _incident_table(report: Report) -> Table:
     incidents = report.incidents
     hidden = max(0, len(incidents) - _MOST_INCIDENTS)
     title = "incidents" + (f" ({hidden} earlier ones are in --json)" if hidden else "")
-    table = Table("#", title=title, title_justify="left")
+    table = _table(title, "#")
     table.add_column("fault", no_wrap=True)
     table.add_column("cause", overflow="fold")
     table.add_column("level")
@@ -247,7 +252,7 @@ def _bar_table(report: Report) -> Table:
     """Return a table with each incident's time as a bar of its stages, on one scale; of many, only the newest."""
     key = "  ".join(f"{_MARKS[phase][0]} {phase}" for phase in PHASES)
     marks = {str(stage): _MARKS[phase] for phase, stages in PHASES.items() for stage in stages}
-    table = Table("#", key, "took", title="stages of each incident", title_justify="left")
+    table = _table("stages of each incident", "#", key, "took")
     shown = list(enumerate(report.incidents, start=1))[-_MOST_INCIDENTS:]
     longest_s = max((sum(incident.tiles_s.values()) for _, incident in shown), default=0.0) or 1.0
     for number, incident in shown:
@@ -264,7 +269,7 @@ def _bar_table(report: Report) -> Table:
 def _stage_table(report: Report) -> Table:
     """Return a table of how long each stage took, over all incidents and, if there are few, in each of them."""
     single = report.incidents if len(report.incidents) <= _MOST_COLUMNS else ()
-    table = Table("stage", "share of the time", title=_STAGE_TITLE, title_justify="left")
+    table = _table(_STAGE_TITLE, "stage", "share of the time")
     for name in ("median", "longest", *(f"#{number}" for number in range(1, len(single) + 1))):
         table.add_column(name, justify="right")
     total_s = sum(stage.tile_s for stage in report.stages) or 1.0
@@ -309,7 +314,7 @@ def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) 
 
 def loss_table(a: Steps, b: Steps) -> Table:
     """Return a table of the losses of two runs, undisturbed and with faults; of many steps, only the last."""
-    table = Table("step", "undisturbed", "with faults", "same bits", title="losses", title_justify="left")
+    table = _table("losses", "step", "undisturbed", "with faults", "same bits")
     left, right = _losses(a), _losses(b)
     for step in sorted({*left, *right})[-_MOST_LOSSES:]:
         shown = (f"{each[step]:.6f}" if step in each else "-" for each in (left, right))
@@ -341,14 +346,8 @@ def _is_number(text: str) -> bool:
 
 def support_table() -> Table:
     """Return a table of which kinds of fault can be caused in which phases, and what is expected of each kind."""
-    table = Table(
-        "kind",
-        "how=",
-        "phases",
-        "what is expected",
-        title="KIND[@PHASE][:rank=R,step=S,times=N,prob=P,seed=N,how=H,seconds=T]",
-        title_justify="left",
-    )
+    title = "KIND[@PHASE][:rank=R,step=S,times=N,prob=P,seed=N,how=H,seconds=T]"
+    table = _table(title, "kind", "how=", "phases", "what is expected")
     for kind in FaultKind:
         table.add_row(kind.value, ", ".join(kind.variants), _phases(kind.phases), kind.expected)
     return table
@@ -388,7 +387,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
         page.print(_change_table(change))
     right = _right(findings)
     if right:
-        table = Table(title="what is right", title_justify="left", show_header=False)
+        table = _table("what is right", show_header=False)
         for family, seen in right:
             table.add_row(family, wording.printable(seen))
         page.print(table)
@@ -397,7 +396,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 def _change_table(findings: Sequence[Finding]) -> Table:
-    table = Table(title="what to change, the worst first", title_justify="left")
+    table = _table("what to change, the worst first")
     table.add_column("", no_wrap=True)
     for name in ("what was seen", "where", "what to do"):
         table.add_column(name, overflow="fold")

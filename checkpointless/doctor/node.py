@@ -80,10 +80,12 @@ class _Versions:
 
 def _judge_versions(versions: _Versions) -> list[Finding]:
     """Return what the versions mean for a recovery."""
+    pair = untested(versions.packages)  # Megatron-core, and the framework that it is installed for
+    todo = "install a pair that is tested; `checkpointless rehearse` shows whether this one is exact"
     return [
         _of_package("Python", versions.python, versions.needed.get("Python", "")),
         *(_of_package(name, versions.packages.get(name), versions.needed.get(name, "")) for name in PACKAGES),
-        *_of_megatron(versions.packages),
+        *([] if pair is None else [_version_finding(Severity.WARNING, pair, _INSTALLED, todo)]),
         *([] if versions.torch is None else _of_torch(versions.torch, versions.wants_gpu)),
     ]
 
@@ -113,13 +115,6 @@ def _of_package(name: str, version: str | None, needed: str) -> Finding:
         return _version_finding(Severity.OK, f"{name} {version}", _INSTALLED)
     todo = "use another interpreter" if name == "Python" else install
     return _version_finding(Severity.ERROR, f"{name} {version}; checkpointless needs {needed}", _INSTALLED, todo)
-
-
-def _of_megatron(packages: Mapping[str, str]) -> list[Finding]:
-    """Judge Megatron-core together with the framework that it is installed for."""
-    seen = untested(packages)
-    todo = "install a pair that is tested; `checkpointless rehearse` shows whether this one is exact"
-    return [] if seen is None else [_version_finding(Severity.WARNING, seen, _INSTALLED, todo)]
 
 
 def _of_torch(torch: _Torch, wants_gpu: bool) -> list[Finding]:

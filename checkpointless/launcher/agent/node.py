@@ -552,7 +552,7 @@ class NodeAgent:
         elif isinstance(command, FaultNotice):
             self._interrupt(command)
         elif isinstance(command, HandOver):
-            self.processes.hand_over(command)
+            self.processes.tell_waiting(command)
         elif isinstance(command, Pause):
             for rank in self.ranks.values():
                 if rank.state in IN_BLOCK:
@@ -563,7 +563,7 @@ class NodeAgent:
                 if not self._hosts:  # else it has said so as the coordinator
                     self._say(command.line)
         elif isinstance(command, Offer):
-            self.processes.offer(msgspec.structs.replace(command, address=self._address()))
+            self.processes.tell_waiting(msgspec.structs.replace(command, address=self._address()))
         elif isinstance(command, Inquire):
             for number in command.ranks:
                 self._rank(number).send(command)

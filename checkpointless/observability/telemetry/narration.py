@@ -76,12 +76,6 @@ class _Incident:
     is_over: bool = False  # and only ranks have still to report
 
 
-@dataclass
-class _Import:
-    began_s: float
-    next_word_s: float
-
-
 class Narrator:
     """Turns the events of a job into a block of a dozen lines per incident.
 
@@ -96,7 +90,8 @@ class Narrator:
         self._world = 0
         self._generations: dict[int, _Generation] = {}
         self._incident: _Incident | None = None
-        self._importing: _Import | None = None  # None: nothing is imported for the ranks now
+        self._importing_since_s: float | None = None  # None: nothing is imported for the ranks now
+        self._next_word_s = 0.0
 
     @property
     def is_telling(self) -> bool:
@@ -116,17 +111,17 @@ class Narrator:
         """
         if event.stage == EventName.JOB and event.edge == "begin":
             self._world = int(event.fields.get("nproc", 0))
-            self._importing = _Import(now_s, now_s + _IMPORTING_S)
+            self._importing_since_s, self._next_word_s = now_s, now_s + _IMPORTING_S
         elif event.stage == EventName.SAVE_FAILED:
             yield _failed_save_line(event)
         elif event.stage == EventName.CORRUPTED and not event.fields.get("redone"):
             step = event.fields.get("step")
             yield f"rank {event.rank}: a check of step {step} was computed wrongly, not the step itself"
         elif event.rank is not None:
-            self._importing = None
+            self._importing_since_s = None
             self._rank_said(event, event.rank)
         elif event.stage == EventName.PRELOAD:
-            self._importing = None
+            self._importing_since_s = None
         elif (event.node, event.pid) == self._coordinator:
             yield from self._coordinator_said(event, now_s)
         incident = self._incident
@@ -141,7 +136,9 @@ class Narrator:
 
     def tick(self, now_s: float) -> Iterator[str]:
         """Yield a line if imports take long, or if nothing was shown of an open incident for some time."""
-        yield from self._still_importing(now_s)
+        if self._importing_since_s is not None and now_s >= self._next_word_s:
+            self._next_word_s, seconds = now_s + _STILL_IMPORTING_S, now_s - self._importing_since_s
+            yield f"importing what the ranks need, once for all of them: {seconds:.0f} s so far"
         incident = self._incident
         if incident is None or incident.is_over or now_s - incident.last_words_s < _SILENCE_S:
             return
@@ -158,13 +155,6 @@ class Narrator:
                 stage = EventName.ENTER  # in the script, before the framework or the loop says anything
             through = len(generation.seconds[stage])
             yield f"{_INDENT}{stage}: {plural(through, 'rank')} {'is' if through == 1 else 'are'} through"
-
-    def _still_importing(self, now_s: float) -> Iterator[str]:
-        work = self._importing
-        if work is None or now_s < work.next_word_s:
-            return
-        work.next_word_s = now_s + _STILL_IMPORTING_S
-        yield f"importing what the ranks need, once for all of them: {now_s - work.began_s:.0f} s so far"
 
     def close(self) -> None:
         """Forget the incident, even if not all ranks have reported their times."""

@@ -1,9 +1,10 @@
-"""What a rank's processes leave in shared memory goes with them, and nothing else does."""
+"""Test what is known of processes, and that what they leave in shared memory goes with them, and nothing else."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,8 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.system import temp_folder
-from checkpointless.system.process_tree import ProcessLook, ProcessTree, kill_descendants
+from checkpointless.system import process_tree, temp_folder
+from checkpointless.system.process_tree import (
+    Idleness,
+    ProcessLook,
+    ProcessState,
+    ProcessTree,
+    families,
+    kill_descendants,
+    state_of,
+)
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
 
@@ -121,3 +130,118 @@ def test_whoever_adopts_orphans_has_all_that_it_led_to_below() -> None:
             assert root.poll() is None
         finally:
             root.kill()
+
+
+# ---- what the kernel says of a process
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    made = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield made
+    made.kill()
+    made.wait()
+
+
+def _until(process: subprocess.Popen[bytes], state: ProcessState) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        first = ProcessLook.at(process.pid)
+        time.sleep(0.2)
+        if state_of(first, ProcessLook.at(process.pid), 0.2) is state:
+            return
+        assert time.monotonic() < deadline, state
+
+
+def test_a_process_that_sleeps_or_is_stopped_is_seen(process: subprocess.Popen[bytes]) -> None:
+    _until(process, ProcessState.IDLE)
+    os.kill(process.pid, signal.SIGSTOP)
+    _until(process, ProcessState.STOPPED)
+    os.kill(process.pid, signal.SIGCONT)
+    _until(process, ProcessState.IDLE)
+
+
+def test_what_the_kernel_says_of_a_process() -> None:
+    def seen(letter: str, cpu_ms: int = 0) -> ProcessState:
+        return state_of(ProcessLook(ord(letter), 0), ProcessLook(ord(letter), cpu_ms), 1.0)
+
+    assert [seen(letter) for letter in "TtDRSI"] == [
+        ProcessState.STOPPED,
+        ProcessState.TRACED,
+        ProcessState.BLOCKED,
+        ProcessState.BUSY,
+        ProcessState.IDLE,
+        ProcessState.IDLE,
+    ]
+    assert seen("S", 500) is ProcessState.BUSY
+    assert state_of(ProcessLook(), ProcessLook(), 1.0) is ProcessState.UNKNOWN
+    assert ProcessLook.at(None) == ProcessLook()
+    assert ProcessLook.at(os.getpid()).cpu_ms > 0
+
+
+def test_a_process_may_have_any_name() -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"\xff) T 1\n")
+    try:
+        assert ProcessLook.at(os.getpid()).parent == os.getppid()
+    finally:
+        name.write_bytes(before)
+
+
+# ---- which processes are idle
+
+
+WORKS = "import time\nwhile True: pass"
+WRITES = "import time\nwhile True: open('/dev/null', 'wb').write(bytes(1 << 20)); time.sleep(0.2)"
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [(WORKS,), (WRITES,), (PARENT, WORKS)])
+def test_what_computes_or_writes_or_has_a_child_that_does_is_not_idle(arguments: tuple[str, ...]) -> None:
+    with subprocess.Popen([sys.executable, "-c", *arguments]) as process:
+        pid = process.pid
+        began_s = time.monotonic()
+        looks = Idleness(0.0, lambda: families([pid])[pid])
+        seen = 0
+        while seen < 5:  # the beginning of the interpreters is less
+            time.sleep(0.5)
+            passed_s = time.monotonic() - began_s
+            seen += looks.seconds(passed_s) == 0.0
+            assert passed_s < 120
+        for each in reversed(families([pid])[pid]):
+            os.kill(each, 9)
+
+
+class Used:
+    """Says what a process has used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cpu_s, self.bytes, self.letter = 0.0, 0, "S"
+        monkeypatch.setattr(ProcessLook, "at", lambda _: self.look())
+        monkeypatch.setattr(process_tree, "_bytes", lambda _: self.bytes)
+
+    def look(self) -> ProcessLook:
+        return ProcessLook(ord(self.letter), family_ms=round(1000 * self.cpu_s))
+
+
+def test_a_thread_that_looks_now_and_then_is_idle_and_an_upload_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = Used(monkeypatch)
+    looks = Idleness(0.0, lambda: [1])
+    for second in range(1, 31):
+        used.cpu_s += 0.001
+        assert looks.seconds(second) == second
+    used.cpu_s += 0.2
+    assert looks.seconds(31) == 0
+    assert looks.seconds(40) == 9
+    used.bytes += 10 << 20
+    assert looks.seconds(41) == 0
+
+
+@pytest.mark.parametrize("letter", "Dt")
+def test_who_waits_for_a_disk_or_a_debugger_is_not_idle(monkeypatch: pytest.MonkeyPatch, letter: str) -> None:
+    used = Used(monkeypatch)
+    looks = Idleness(0.0, lambda: [1])
+    used.letter = letter
+    assert looks.seconds(50) == 0

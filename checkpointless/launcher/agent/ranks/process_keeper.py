@@ -487,21 +487,15 @@ class ProcessKeeper:
             name, ranks = signal_name(number), numbered("rank", would_die)
             self._say(f"{name} is not passed on to {ranks}: without a handler a process would die of it")
 
-    def hand_over(self, command: HandOver) -> None:
-        """Have processes that wait at the barrier hand their state to successors."""
+    def tell_waiting(self, command: HandOver | Offer) -> None:
+        """Have processes that wait at the barrier hand or offer their state to successors."""
         for number in command.ranks:
             rank = self.ranks.get(number)
             if rank is not None and rank.state is RankState.READY:
-                rank.state = RankState.LEAVING
+                if isinstance(command, HandOver):
+                    rank.state = RankState.LEAVING
                 if not rank.send(command):
                     self.kill(rank)
-
-    def offer(self, command: Offer) -> None:
-        """Have processes that wait at the barrier offer their state to successors on another node."""
-        for number in command.ranks:
-            rank = self.ranks.get(number)
-            if rank is not None and rank.state is RankState.READY and not rank.send(command):
-                self.kill(rank)
 
     def signal(self, rank: LocalRank, number: int) -> None:
         """Send a signal to a rank's process, if it has one."""
