@@ -158,19 +158,12 @@ def _run(
             say(str(error))
             return FAILED
         output.start()  # not earlier: an agent that is not admitted must leave the logs alone
+        servers, make_rank = itertools.chain([first], fork_servers), partial(_make_rank, config, output)
         agent = NodeAgent(
             config,
             address=lambda: link.address,
             report=link.report,
-            keep_processes=partial(
-                ProcessKeeper,
-                config,
-                itertools.chain([first], fork_servers),
-                partial(_make_rank, config, output),
-                env,
-                selector,
-                say,
-            ),
+            keep_processes=partial(ProcessKeeper, config, servers, make_rank, env, selector, say),
             events=events,
             say=say,
             clock=clock,
