@@ -142,7 +142,6 @@ class _Attributes:
         }
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Put back what :meth:`values` returned."""
         target = self._target()
         for name, value in values.items():
             setattr(target, name, put_value(getattr(target, name, None), value))
@@ -351,7 +350,6 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         return position
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the state at the step boundary."""
         self._training.begin_step()
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:

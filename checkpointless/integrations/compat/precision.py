@@ -12,11 +12,7 @@ _NOT_IN_A_LOOP = "PlainTraining does not take along parameters in FP8: keep them
 
 
 def unsupported(config: object) -> str | None:
-    """Return in one line why training at this precision cannot be recovered exactly, and what to set; or None.
-
-    ``config`` is Megatron's ``TransformerConfig``, NeMo's ``MegatronMixedPrecision`` or a recipe of either; what it
-    does not have counts as not set.
-    """
+    """Return in one line why a training with this configuration is not exact, and what to set; or None."""
     return next(_obstacles(config), None)
 
 

@@ -159,10 +159,7 @@ class RecoverableStrategy(ParallelStrategy):
         peft: bool = False,
         announces: bool = False,
     ) -> _RecoverableFit:
-        """Begin a fit of ``trainer``, whose model has been set up, inside of a block.
-
-        ``announces`` says whether Lightning fetches the batches, so that the phase ``data`` is announced here.
-        """
+        """Begin a fit of a set-up model in a block; ``announces``: Lightning fetches, so announce ``data``."""
         call = self._call
         assert call is not None
         call.blocks.begin_training()
@@ -236,10 +233,7 @@ class RecoverableStrategy(ParallelStrategy):
 
 
 def _complete(present: list[Any]) -> CheckpointlessCallback:
-    """Put the callbacks that the environment asks for after all others, in place, and add what is missing.
-
-    What is added misses its ``setup`` hook. Returned is the callback with the settings of the recovery.
-    """
+    """Put the environment's callbacks last, in place, and add what is missing; return ours with the settings."""
     bound = [weakref.ref(each) for each in present]
     register_cleanup("callbacks", lambda: _unbind([callback for each in bound if (callback := each())]))
     scripts = [each for each in present if not hasattr(each, MARK)]
@@ -367,11 +361,9 @@ class _RecoverableFit:
     # --- what it holds ------------------------------------------------------------------------------------------
 
     def take_hold(self, steps: Steps) -> None:
-        """Take hold of model and optimizer, which are built, and guard the update."""
         self.keeper = StepKeeper(self._trainer, self._call, self.manager, self.position, steps)
 
     def position(self) -> DataPosition:
-        """Return where the training stands in its data."""
         return self._data.position(self._trainer.fit_loop)
 
     @property
@@ -403,7 +395,6 @@ class _RecoverableFit:
             self._call.enter_phase("data", job_step(self._trainer) + 1)
 
     def epoch_begins(self) -> None:
-        """Begin an epoch; the one before it was over when it was resumed."""
         self._data.begin_epoch()
 
     def data_is_set_up(self, loaders: Sequence[Any]) -> None:
@@ -414,7 +405,6 @@ class _RecoverableFit:
     # --- when the state is whole --------------------------------------------------------------------------------
 
     def restored_from_memory(self, objects: dict[str, Any]) -> None:
-        """Note that the tensors are in place, and keep the rest of the state."""
         assert self.manager is not None
         assert self.keeper is not None
         self._restoration = Restoration(objects, self._trainer, self.manager, self.keeper, self._data)
@@ -646,11 +636,7 @@ def _repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Traine
 
 
 def _place(trainer: pl.Trainer, is_persistent: bool, from_the_beginning: bool) -> Place:
-    """Return where the loop stands when it makes an iterator; the loop counts steps, the loader microbatches.
-
-    The loader itself is not referred to: it refers to what calls this, and a loader in a cycle is freed by the
-    garbage collector alone, which takes five seconds per worker (the queue to the worker is closed by then).
-    """
+    """Return where the loop stands, without a reference to the loader: freed from a cycle it takes 5 s a worker."""
     if is_persistent and getattr(trainer.fit_loop, "has_spare_iterator", False):
         return Place(trainer.current_epoch - 1)  # of these workers' next iterator the epoch is one more
     if from_the_beginning:

@@ -72,11 +72,7 @@ def _forget_whole_iterations() -> None:
 
 
 def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]]) -> Any:
-    """Return a maker of gradient hooks that hold the model weakly.
-
-    Megatron's hook closes over the wrapper and the parameter, and the parameter's ``AccumulateGrad`` node holds the
-    hook in C++. Python's collector cannot see this cycle, which keeps every earlier generation's model alive.
-    """
+    """Return a maker of gradient hooks that hold the model weakly: from C++ they would keep every earlier model."""
 
     def weak(self: Any, parameter: torch.nn.Parameter) -> Callable[..., None]:
         wrapper_ref, parameter_ref = weakref.ref(self), weakref.ref(parameter)

@@ -102,10 +102,7 @@ def _rows_of_what_is_imported() -> list[Patch]:
 
 
 def _rows() -> list[Patch]:
-    """Return the replacements in those modules of NeMo that have been imported.
-
-    The other modules are skipped, because importing NeMo takes ten seconds.
-    """
+    """Return the replacements in the modules of NeMo that have been imported: to import it takes ten seconds."""
     table: list[Patch] = []
     checkpoint_io = sys.modules.get("nemo.lightning.io.pl")
     if checkpoint_io is not None:
@@ -129,12 +126,10 @@ _replacements = Patches()
 
 
 def _constant(value: _T) -> Callable[[object], Callable[..., _T]]:
-    """Return a `Patch.make` whose replacement returns `value`, whatever it is called with."""
     return lambda _: lambda *args, **kwargs: value
 
 
 def _replaced_by(replacement: _T) -> Callable[[object], _T]:
-    """Return a `Patch.make` whose replacement is `replacement`."""
     return lambda _: replacement
 
 
@@ -218,7 +213,6 @@ def _placement_rows() -> list[Patch]:
 
 
 def _is_cuda(device: object) -> bool:
-    """Return whether an argument, of whatever type, is a CUDA device."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, str) and device.split(":", 1)[0] == "cuda"
@@ -488,12 +482,7 @@ _NOT_NEEDED = {
 
 
 def _bridge_rows() -> list[Patch]:
-    """Return the replacements that Bridge needs to be imported, and those in Bridge if it has been.
-
-    Some of its modules demand packages that training does not need. They alone are answered, with classes that have
-    no instances; everybody else still gets ``ImportError``, and Megatron-core knows that there is no
-    TransformerEngine. Bridge is not imported here, which takes ten seconds.
-    """
+    """Return the replacements in Bridge, if imported, and classes for packages that its modules demand in vain."""
     if not _is_there("megatron.bridge") or _is_there(_ENGINE):
         return []
     table = [Patch(builtins, "__import__", _answering, "Bridge imports TransformerEngine outside of any `try`")]
@@ -501,10 +490,7 @@ def _bridge_rows() -> list[Patch]:
 
 
 def _pretrain_rows(setup: str, initialize: str, compiles: str) -> list[Patch]:
-    """Return the replacements in a library whose ``pretrain`` is used, if it has been imported.
-
-    They are in the module that sets up, and in that next to it which initializes, and ``compiles`` for datasets.
-    """
+    """Return the replacements in the modules of a ``pretrain``, if imported, and of what ``compiles`` datasets."""
     sets_up, initializes = (sys.modules.get(name) for name in (setup, f"{setup.rpartition('.')[0]}.{initialize}"))
     if sets_up is None or initializes is None:
         return []

@@ -59,10 +59,7 @@ def pretrain(*args: Any, state: Mapping[str, Any] = MappingProxyType({}), **kwar
 
 
 def _put_back_timestamps() -> None:
-    """Let this process enter ``pretrain`` with the timestamps of its first entry, which each entry changes.
-
-    A process that has entered it before would begin with a collective that a new one does not take part in.
-    """
+    """Put back the timestamps of the first entry; without, a collective would lack new processes."""
     timestamps = getattr(training, STARTUP_TIMESTAMPS)
     timestamps.update(_first_timestamps or timestamps)
     _first_timestamps.update(timestamps)
@@ -76,11 +73,7 @@ _VARIABLES = ("iteration", _OPERATIONS)
 
 
 class _MegatronLM(PretrainGeneration):
-    """An entry of Megatron-LM's ``pretrain``.
-
-    Its counters are arguments; of the iteration and the number of operations, which are variables of ``train``, the
-    arguments have the values at its start.
-    """
+    """An entry of Megatron-LM's ``pretrain``. Counters are arguments, two of them only when ``train`` starts."""
 
     name = "Megatron-LM"
     patches = Patches()

@@ -23,16 +23,10 @@ STREAMS = ("train", "valid", "test")
 class _Passes:
     """Iterates over a loader again and again, from the batch that follows those consumed.
 
-    ``cyclic_iter`` makes an iterator when the first batch is asked for, and torch draws a number from the
-    training's stream for it. If the loader is in the middle of a pass, that iterator was made before the fault:
-    here it is made at once, before the streams are put back. The sampler of whole batches of Bridge 0.3 would
-    begin every further pass where the first one has resumed; here it begins where the training once began. That of
-    Bridge 0.6 counts on.
-
-    ``began`` is the number of samples that were consumed when the training began; ``resumes``: it resumes now.
-
-    Attributes:
-        number: how many passes precede the one under way. Workers ask for it when they start.
+    A resumed pass makes its iterator at once, before the streams are put back: it was made before the fault, and
+    torch draws a number for it. Bridge 0.3's sampler of whole batches would begin every further pass where the
+    first one has resumed; here it begins at ``began``, the samples consumed when the training began. ``number``
+    passes precede this one.
     """
 
     def __init__(self, loader: DataLoader[Any], began: int, resumes: bool) -> None:
@@ -101,10 +95,7 @@ class Loaders:
         self._passes: dict[str, _Passes] = {}
 
     def made(self, loaders: Sequence[DataLoader[Any] | Sequence[DataLoader[Any]] | None]) -> None:
-        """Make what workers draw depend on the batch alone, not on how long a worker has lived.
-
-        ``loaders`` has of each stream in :data:`STREAMS` its loader, its loaders, or None.
-        """
+        """Make what workers draw depend on the batch alone; ``loaders`` are by stream of :data:`STREAMS`."""
         rank = parallel_state.get_data_parallel_rank()
         for stream, of_stream in zip(STREAMS, loaders, strict=True):
             for number, loader in enumerate(of_stream if isinstance(of_stream, Sequence) else [of_stream]):

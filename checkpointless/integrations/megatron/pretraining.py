@@ -41,18 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Training(JournaledTraining):
-    """A training whose loop is Megatron-Bridge's or Megatron-LM's, as the recovery sees it.
+    """A training whose loop is Megatron-Bridge's or Megatron-LM's; a step of the engine is an iteration, from 1.
 
-    The library has the loop. A step of the engine is an iteration of the loop, counted from 1. Its state is kept at
-    two points: ``COMMITTED``, when the update is applied and nothing that follows it has happened, and ``CHECKED``,
-    when the next iteration begins. What lies between (the scheduler's step, counters, logging, a validation, a
-    save) is replayed if training resumes at the first: the loop repeats the step, and forward, backward and
-    update return what they returned before.
-
-    Attributes:
-        recovered: whether the state was recovered from memory in this generation.
-        replayed: the outcome of the committed step that is replayed; None: the next step is computed.
-        began: for each stream of samples how many were consumed when the training began.
+    Its state is kept at ``COMMITTED``, when the update is applied and nothing after it has happened, and at
+    ``CHECKED``, when the next iteration begins. What lies between (scheduler, counters, logging, validation, save)
+    is replayed if training resumes at the first: forward, backward and update return what they did before
+    (``replayed``).
     """
 
     _how_to_get_replicas = MegatronTraining._how_to_get_replicas
@@ -102,10 +96,7 @@ class _Training(JournaledTraining):
             return None
 
     def put_counters(self) -> int:
-        """Set the counters to their values at the point that training resumes at, or note those it begins with.
-
-        Return the number of training samples that precede the batch to take next.
-        """
+        """Set the counters for the point to resume at; return how many training samples precede it."""
         library = self._library
         if self._objects is None:
             counters = library.counters()
@@ -163,10 +154,7 @@ class _Training(JournaledTraining):
         self._totals = totals
 
     def end_step(self, reduced: Mapping[str, torch.Tensor]) -> None:
-        """Record the step, whose update and schedulers are done.
-
-        ``reduced`` are the losses that the loop reports; none on a rank outside of the last pipeline stage.
-        """
+        """Record the step; ``reduced`` are the losses to report, none before the last pipeline stage."""
         loss = (
             None if self._log is None else float(sum(map(float, reduced.values())))
         )  # which a device is asked for
@@ -233,28 +221,19 @@ class _Training(JournaledTraining):
 
 
 def _plain_losses(losses: _Losses) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return by name the device and the values of all microbatches, each of one or two elements.
-
-    There are none on a rank that is not in the last pipeline stage.
-    """
+    """Return by name device and values (1 or 2) of all microbatches; none before the last pipeline stage."""
     names = list(losses[0]) if losses else []
     stacked = {name: torch.stack([each[name].detach().view(-1) for each in losses]) for name in names}
     return {name: (tensor.device.type, tensor.cpu()) for name, tensor in stacked.items()}
 
 
 def _losses_of(plain: Mapping[str, tuple[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """Return the losses that :func:`_plain_losses` gave, by microbatch."""
     stacked = {name: tensor.to(device) for name, (device, tensor) in plain.items()}
     return [dict(zip(stacked, values)) for values in zip(*stacked.values())]
 
 
 class PretrainGeneration(ABC):
-    """One entry of ``pretrain`` in a block, and the library that has the loop, which a subclass knows.
-
-    Args:
-        call: the running wrapper.
-        declared: what callbacks and the forward step change from step to step, by name.
-    """
+    """One entry of ``pretrain`` in a block, and the library that has the loop, which a subclass knows."""
 
     name: ClassVar[str]  # the library's, for messages
     patches: ClassVar[Patches]  # the functions of the library that act as its own outside of a block
@@ -313,10 +292,7 @@ class PretrainGeneration(ABC):
 
     @classmethod
     def refusal(cls, value: Callable[[str], object]) -> str | None:
-        """Return why a training cannot be recovered exactly, in one line that says what to set; None: it can be.
-
-        ``value`` returns the value of a setting; None if this version does not know it.
-        """
+        """Return in one line why a training with these settings (``value(name)``) is not exact; None: it is."""
         for each in cls.refusals:
             if each.refused(value(each.setting)):
                 return f"{each.setting}: checkpointless {each.why}: set it to {each.instead}"
@@ -326,11 +302,7 @@ class PretrainGeneration(ABC):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Have the functions of the library lead here while the context lasts.
-
-        Raises:
-            UnrecoverableError: this version of the library lacks one of them.
-        """
+        """Have the library's functions lead here meanwhile; ``UnrecoverableError`` if this version lacks one."""
         if not self.patches.are_made:
             patches = _of_writers()
             for target, name, act, why in self.seams():
@@ -353,7 +325,6 @@ class PretrainGeneration(ABC):
 
     @property
     def training(self) -> _Training:
-        """The training, whose model and optimizer have been made."""
         assert self._training is not None
         return self._training
 
@@ -363,7 +334,6 @@ class PretrainGeneration(ABC):
         return self._training is not None and self._training.recovered
 
     def begin(self) -> None:
-        """Begin the setup."""
         self.call.enter_phase("init", self.call.high_water)
 
     def recover(
@@ -451,11 +421,7 @@ _left: list[WorkersIterator] = []  # of a generation that has left the block, un
 
 
 class _Parts:
-    """Finds the data-loader workers of the training that runs, or has just been left, whatever the trainer.
-
-    Their iterators are in reference cycles, in which torch waits five seconds for each worker: the garbage
-    collector has ended the thread that would ask the worker to end before it calls the iterator's destructor.
-    """
+    """Finds the workers of the training, running or just left: in cycles, each would cost the collector 5 s."""
 
     def loader_iterators(self, trainer: object) -> list[Any]:
         return [*_left, *(each for generation in _running for each in generation.workers())]
@@ -482,10 +448,7 @@ Seam = tuple[object, str, Callable[[Any, Call], Any], str]
 
 
 def _in_a_block(act: Callable[[Any, Call], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what makes the replacement of a function, which stays what it is outside of a block.
-
-    In one, ``act`` is done, given the generation and the call of the original.
-    """
+    """Return what makes a replacement: in a block ``act`` is done, given the generation and the original call."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -499,11 +462,7 @@ def _in_a_block(act: Callable[[Any, Call], Any]) -> Callable[[Callable[..., Any]
 
 
 def _of_writers() -> list[Patch]:
-    """Return what makes the writers of a save report to a queue of this process.
-
-    A rank that is interrupted while it talks to the process of Megatron's queue would take the old answer for that
-    to its next question. Saves are not made in the background here.
-    """
+    """Make writers report to a queue of this process: a rank interrupted in a question would get its old answer."""
     make, why = _in_a_block(lambda *_: queue.Queue()), "no process is there to be interrupted"
     return [Patch(module, name, make, why) for module, name in compat.queues_of_writers()]
 
@@ -513,10 +472,7 @@ def _of_writers() -> list[Patch]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One setting that is refused: what checkpointless cannot do with it, and what to set it to.
-
-    ``refused`` returns whether a value of it is refused.
-    """
+    """One setting that is refused, if ``refused(value)``: what cannot be done with it, and what to set it to."""
 
     setting: str
     why: str

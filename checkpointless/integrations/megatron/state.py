@@ -33,10 +33,7 @@ _DERIVED = (torch.bfloat16, torch.float16, torch.uint8)  # the last are the byte
 
 
 class MegatronTensors(TrainingTensors):
-    """The tensors of one rank's model and optimizer; what a distributed optimizer owns is a shard.
-
-    There are several chunks with virtual pipeline stages, and there may be no optimizer yet.
-    """
+    """One rank's model chunks and optimizer, which may be missing; what a distributed optimizer owns is a shard."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: MegatronOptimizer | None) -> None:
         self.optimizer = optimizer
@@ -50,9 +47,7 @@ class MegatronTensors(TrainingTensors):
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
         """Return ``keys`` by holders: with expert parallelism more ranks hold dense parameters than experts.
 
-        Megatron reduces the gradients of the former over all data- and context-parallel ranks, and of the latter
-        over those that have the same experts. With the distributed optimizer the holders of a shard of either are
-        the same. Buffers, and what tensor-parallel ranks have in common, are left to the ranks that hold all.
+        Buffers, and what tensor-parallel ranks have in common, are left to the ranks that hold all.
         """
         distributed = any(isinstance(each, DistributedOptimizer) for each in self.optimizers)
         group, split = replicas(distributed), None if distributed else _dense_and_experts()
@@ -69,10 +64,7 @@ class MegatronTensors(TrainingTensors):
         return found
 
     def _keys_of_experts(self) -> set[Key]:
-        """Return the keys of the model's parameters that are experts', and of the optimizers' groups that have any.
-
-        They are known by what Megatron itself goes by, in its buffers and in the groups of its optimizers.
-        """
+        """Return the keys of what is experts', by what Megatron goes by in its buffers and optimizer groups."""
         keys: set[Key] = {
             ("model", index, name)
             for index, chunk in enumerate(self.modules)
@@ -97,10 +89,7 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Return model and shard, without the parameters that :meth:`rederive` makes of the shards.
-
-        What is left out is neither held through a re-entry, where it would be there twice, nor sent to a peer.
-        """
+        """Return model and shard, without what :meth:`rederive` makes: it is neither held twice nor sent."""
         keys = self._keys_of(_derived_parameters(self.optimizers))
         return {key: tensor for key, tensor in super().tensors().items() if key not in keys}
 
@@ -154,10 +143,7 @@ class MegatronTensors(TrainingTensors):
 
     @torch.no_grad()
     def apply(self) -> bool:
-        """Apply the final gradients that the optimizers hold to this rank's shards, without communication.
-
-        Return whether every optimizer reports that it succeeded.
-        """
+        """Apply the final gradients to this rank's shards, without communication; return whether all succeeded."""
         succeeded = True
         for optimizer in self.optimizers:
             if isinstance(optimizer, DistributedOptimizer):
@@ -173,12 +159,7 @@ class MegatronTensors(TrainingTensors):
 
     @torch.no_grad()
     def gather(self, *, late: bool | None = None) -> None:
-        """Gather every rank's shards into the model's parameters; those in FP8 are quantised. Collective.
-
-        Args:
-            late: only where the optimizer leaves it to the next forward pass (``overlap_param_gather``), or only
-                where it does not; None: everywhere.
-        """
+        """Gather shards into parameters; ``late`` (not): only what ``overlap_param_gather`` defers. Collective."""
         if not late:
             _quantize(self.optimizers)
         chunks: list[Any] = []
@@ -193,11 +174,10 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def rederive(self, first: bool = False) -> None:
-        """Derive the model's parameters from the shards of all ranks. This is a collective.
+        """Derive the model's parameters from all ranks' shards, those in FP8 before the first step, too.
 
-        Parameters in FP8 are derived before the first step, too: Megatron has quantised the values that it drew, or
-        those of a checkpoint, which may have been in 8 bits before: a recovery in the first step could not make the
-        same bytes of the main parameters.
+        Megatron has quantised values, drawn or loaded, of which a recovery in the first step could not make the
+        same bytes. Collective.
         """
         if first and not fp8_parameters(self.modules):
             return
@@ -215,11 +195,7 @@ def sub_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
 
 
 def _derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
-    """Return the parameters in 16 or 8 bits that are their main parameters, rounded; every step recomputes them.
-
-    None of the optimizers chains others. With a precision-aware optimizer the main parameters are torch's own
-    state, and no parameter is derived here.
-    """
+    """Return the parameters in 16 or 8 bits that each step recomputes from main ones (precision-aware: none)."""
     derived: list[torch.nn.Parameter] = []
     for optimizer in optimizers:
         if not isinstance(optimizer, MixedPrecisionOptimizer) or optimizer.is_stub_optimizer:
@@ -281,11 +257,7 @@ def _left_as_they_are(optimizer: DistributedOptimizer) -> Iterator[None]:
 
 
 def _quantize(optimizers: Sequence[object]) -> None:
-    """Quantise the main parameters of all ranks into the parameters that are kept in FP8. This is a collective.
-
-    It may be repeated: the same main parameters and scales give the same bytes. Parameters in 16 bits are copied
-    once more, too, because Megatron does both at once.
-    """
+    """Quantise all ranks' main parameters into those in FP8, and copy those in 16 bits; repeatable. Collective."""
     for optimizer in optimizers:
         if _is_quantized(optimizer):
             assert isinstance(optimizer, DistributedOptimizer)
@@ -384,11 +356,7 @@ def _is_a(layer: Any, name: str) -> bool:
 
 
 def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
-    """Return the global ranks that hold all that this rank holds, including this rank, in ascending order.
-
-    With the distributed optimizer these are the ranks of the inter-distributed-optimizer-instance group (only
-    this rank if there is one instance); without it, all ranks of the data-parallel group.
-    """
+    """Return the ranks, ascending, that hold all of this one's: across optimizer instances, or data-parallel."""
     if distributed_optimizer:
         group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
         if group is None:
@@ -402,11 +370,7 @@ def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
 
 
 def _dense_and_experts() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return, without the distributed optimizer, the holders of this rank's dense parameters, and of its experts.
-
-    Megatron reduces the gradients of either over these ranks; None without expert parallelism, where it reduces
-    all over the same.
-    """
+    """Return the holders of this rank's dense parameters and of its experts; None if they are the same."""
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return None
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)

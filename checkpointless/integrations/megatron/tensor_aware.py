@@ -58,10 +58,7 @@ def _with_leaves(tree: Tree, leaves: list[Any]) -> Any:
 
 
 def _plain(name: str, leaf: Any) -> Tree:
-    """Return a leaf as a dict: its fields, and on which device its tensor was.
-
-    Megatron raises if fields and data do not belong together: it could not be loaded.
-    """
+    """Return a leaf as a dict of its fields and its tensor's device; Megatron raises if they do not match."""
     leaf.validate_metadata_integrity()
     fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     plain: dict[str, Tree] = {"leaf": name, "fields": fields}

@@ -47,11 +47,7 @@ _HIDDEN = ("gradient_accumulation_fusion", "delay_wgrad_compute", "enable_cuda_g
 
 
 def check_contexts(every: int | None, chunks: Sequence[torch.nn.Module]) -> list[Callable[[], Any]]:
-    """Return the contexts in which a pass of the chunks is repeated to check gradients in every so many steps.
-
-    Raises:
-        UnrecoverableError: a setting keeps gradients from being seen: they pass no hook before they are added up.
-    """
+    """Return contexts for a repeated pass; ``UnrecoverableError`` if gradients pass no hook before their sum."""
     config = get_model_config(chunks[0])
     graphs = getattr(config, "cuda_graph_impl", "none")
     hidden = [f"cuda_graph_impl={graphs!r}: set it to 'none'"] if graphs != "none" else []
@@ -75,10 +71,7 @@ def _uncounted() -> Iterator[None]:
 
 @contextmanager
 def _unreduced(chunks: Sequence[Any]) -> Iterator[None]:
-    """Have Megatron's schedules neither reduce gradients in the context nor add them up.
-
-    ``chunks`` are the model's, as Megatron's ``DistributedDataParallel`` wraps them.
-    """
+    """Have Megatron's schedules neither reduce the gradients of these DDP chunks in the context nor add them up."""
     flags = {"grad_added_to_main_grad": True, "zero_out_wgrad": False}
     changed: list[tuple[Any, dict[str, Any]]] = [
         (each, flags) for chunk in chunks for each in chunk.parameters() if each.requires_grad
@@ -98,10 +91,7 @@ def _unreduced(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _obstacles(optimizer: MegatronOptimizer, models: Sequence[Any] = ()) -> Iterator[str]:
-    """Yield why the update cannot be guarded, or the state not be carried over, and what to set.
-
-    ``models`` are the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
-    """
+    """Yield why the update cannot be guarded, or the DDP chunks' state not carried over, and what to set."""
     optimizers, config = sub_optimizers(optimizer), optimizer.config
     for model in models:
         settings = getattr(model, "config", None)
@@ -172,10 +162,7 @@ def _obstacles_in_fp8(
 
 
 class NotedNorms:
-    """Records the gradient norm and the zero count that one Megatron optimizer computes from its final gradients.
-
-    What is not computed or counted is what Megatron then returns: None, 0.0 or 0.
-    """
+    """Records gradient norm and zero count of an optimizer; Megatron returns None, 0.0 or 0 if not computed."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         # Megatron returns these values if it is not asked for the norm and the zero count.
@@ -187,7 +174,6 @@ class NotedNorms:
         optimizer.count_zeros = self._noting(optimizer.count_zeros, "num_zeros")
 
     def forget(self) -> None:
-        """Forget the recorded values, because a new step begins."""
         self.grad_norm, self.num_zeros = self._not_asked
 
     def _noting(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -200,14 +186,7 @@ class NotedNorms:
 
 
 class GuardedUpdate:
-    """Replacement for ``prepare_grads`` and ``step_with_ready_grads`` of one (chained) Megatron optimizer.
-
-    Raises:
-        UnrecoverableError: the update cannot be guarded; the message says what to set.
-
-    Attributes:
-        overflow: whether the gradients of the step in progress overflow, so that nothing is to be applied.
-    """
+    """Replacement for ``prepare_grads`` and ``step_with_ready_grads`` of one (chained) Megatron optimizer."""
 
     def __init__(self, tensors: MegatronTensors, guard: UpdateGuard) -> None:
         optimizer: Any = tensors.optimizer
@@ -223,9 +202,7 @@ class GuardedUpdate:
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Make the gradients final, and return whether they overflow; then all ranks commit a step that applies
-        nothing.
-        """
+        """Make gradients final; return whether they overflow: the step is then committed, not applied."""
         self.overflow = bool(self._prepare_grads())
         if self.overflow:
             self._guard(lambda: True)

@@ -32,11 +32,10 @@ _MOST_BYTES = 64 << 20  # what is pickled to more has no fingerprint
 
 
 def fingerprints(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a fingerprint of each of ``values``, by name: a digest of what the value is pickled to.
+    """Return a digest of what each of ``values`` is pickled to: if two are equal, so is what code finds in them.
 
-    It does not change when the value does. If two are equal, code that reads the values finds the same. A function,
-    module or class that cannot be pickled, such as a lambda, is equal only to itself. Any other such value, and a
-    function that reads variables around it, equals nothing: it may have changed.
+    A function, module or class that cannot be pickled is equal only to itself. Any other such value, and a function
+    that reads variables around it, equals nothing: it may have changed.
     """
     return {name: _fingerprint(value) for name, value in values.items()}
 
@@ -106,14 +105,10 @@ def _groups_now() -> list[Group]:
 
 
 class KeptModel:
-    """A built model and its optimizer. It is made when they are built, and used after a fault, if it still may be.
+    """A built model and its optimizer, made when they are built, and used after a fault if it still may be.
 
-    Args:
-        plans: fingerprints of all configurations before anything was built.
-        streams: the random streams before anything was built, and after.
-        noted: for each chunk, the values of its configuration that were set while it was built, by name.
-        bound: what bounds the launches of the model's layers, by hooks that the model has already; None: nothing.
-        saved: the names of the parameters that are saved as adapters.
+    ``plans`` are fingerprints of all configurations before anything was built, ``streams`` the random streams
+    before and after, ``noted`` what each chunk's configuration was given meanwhile.
     """
 
     def __init__(
@@ -170,10 +165,7 @@ class KeptModel:
         return bool(getattr(config, "mtp_num_layers", None) or (shares and not known))
 
     def mismatch(self, plans: Plans) -> str | None:
-        """Return what the next generation's model would have otherwise, in a phrase; None: it is the same.
-
-        ``plans`` are fingerprints of its configurations, before anything is built.
-        """
+        """Return what a model of these ``plans`` would have otherwise, in a phrase; None: it is the same."""
         for what, then in self._plans.items():
             name = _differing(then, plans.get(what, {}))
             if name is not None:
@@ -186,10 +178,7 @@ class KeptModel:
     # --- how it is used -------------------------------------------------------------------------------------------
 
     def bind(self) -> int:
-        """Bind everything to the groups of this generation, and undo what a half-made step has left.
-
-        Return how many references to a group were replaced.
-        """
+        """Bind all to this generation's groups, undo a half-made step; return how many references changed."""
         now = _groups_now()
         successors = {
             id(old): new for then in self._generations for (old, *_), (new, *_) in zip(then, now) if old is not new
@@ -223,10 +212,7 @@ class KeptModel:
 
     @contextmanager
     def in_place_of_new(self, everywhere: bool) -> Iterator[None]:
-        """Have Megatron return the kept optimizer while the context lasts, where it would make one of these chunks.
-
-        Unless all ranks keep theirs (``everywhere``), this rank takes part in what those exchange who make one.
-        """
+        """Have Megatron return the kept optimizer; unless ``everywhere``, join what others exchange."""
         original = megatron_optimizer.get_megatron_optimizer
 
         def get(config: OptimizerConfig, model_chunks: Sequence[Any], **options: Any) -> MegatronOptimizer:
@@ -244,10 +230,7 @@ class KeptModel:
             megatron_optimizer.get_megatron_optimizer = original
 
     def take_part(self, index: int, dtype: torch.dtype) -> None:
-        """Take part in what ranks exchange that build a chunk: tied embeddings. Collective with the other stage.
-
-        The weight of the stage that builds, in ``dtype``, is overwritten by the restore, whatever it gets here.
-        """
+        """Take part in tying embeddings with a stage that builds, which are restored later. Collective."""
         if self._ties[index]:
             weight = _inside(self.chunks[index]).shared_embedding_or_output_weight()
             given = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
@@ -283,17 +266,13 @@ class KeptModel:
 
 
 def _inside(chunk: Any) -> Any:
-    """Return the model in its wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def _ties_embeddings(chunk: Any) -> bool:
-    """Return whether a stage exchanges the weight that it shares with another one while it is built.
-
-    The condition is that of Megatron's ``LanguageModule.setup_embeddings_and_output_layer``.
-    """
+    """Return whether a stage exchanges its shared weight, as ``setup_embeddings_and_output_layer`` has it."""
     model = _inside(chunk)
     if not getattr(model, "share_embeddings_and_output_weights", False):
         return False
@@ -343,9 +322,8 @@ _LEAVES = (
 class _Walk:
     """Replaces every reference to an old group that can be reached from ``roots``, and methods bound to one.
 
-    Followed are the attributes of objects and tensors, the items of containers, bound methods, partial
-    functions, and the closures and defaults of functions. What only C++ refers to (hooks of a gradient's
-    accumulation) is not. ``successors`` has what replaces it by the ``id`` of the old one.
+    Followed are attributes, items, bound methods, partial functions, closures and defaults; not what only C++
+    refers to. ``successors`` has what replaces a group, by its ``id``.
     """
 
     def __init__(self, roots: Iterable[object], successors: Mapping[int, object]) -> None:
@@ -493,9 +471,8 @@ def _kinds_of(module: torch.nn.Module) -> list[str]:
 class _Blueprint:
     """The structure of modules as they are now: classes, hooks, parameters, buffers, plain attributes.
 
-    Hooks are counted, attributes compared where they are plain numbers and words, and buffers by their shape,
-    which suffices for classes that are known to keep nothing else. What each forward pass sets again is left
-    out.
+    Hooks are counted, plain numbers and words compared, and buffers by shape, which suffices for classes known to
+    keep nothing else.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:

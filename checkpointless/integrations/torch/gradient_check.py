@@ -1,9 +1,8 @@
 """Gradients that a device computes wrongly, found before they are reduced and applied.
 
-In every K-th step a forward and backward pass is run once more from the same random streams, buffers and declared
-state, and the digests of its gradients are compared: those that arrive at this rank's parameters, before any is
-added up or reduced. A third run decides which of two was wrong. If it is the one whose gradients were reduced, an
-error ends the step before its update, and recovery in place redoes it.
+In every K-th step a pass is run again from the same streams, buffers and declared state, and the digests of its
+gradients, as they arrive at parameters, are compared. A third run decides which of two was wrong; if it is the one
+that was reduced, an error ends the step before its update, and recovery in place redoes it.
 """
 
 from __future__ import annotations
@@ -62,16 +61,11 @@ class CorruptedSomewhereError(CorruptedGradientError):
 
 
 class GradientCheck:
-    """Runs passes, and once more in every ``every``-th step and in the first one of a generation.
+    """Runs passes, and once more in every ``every``-th step (None: never) and in the first one of a generation.
 
-    Args:
-        every: number of steps, from 1 on; None: nothing is checked.
-        apart: contexts in which a pass runs again: it reduces nothing, and leaves no gradients. None: those of
-            torch's parameters, which ``DistributedDataParallel`` may wrap (:func:`unreduced`).
-        keep: takes what else a pass changes, and returns what puts it back.
-
-    Raises:
-        ValueError: ``every`` is no such number, or parameters are sharded.
+    ``apart``: contexts in which a pass runs again, reduces nothing and leaves no gradients (None:
+    :func:`unreduced`). ``keep`` takes what else a pass changes, and returns what puts it back. ``ValueError`` if
+    parameters are sharded.
     """
 
     def __init__(
@@ -109,9 +103,7 @@ class GradientCheck:
             raise UnrecoverableError(_NOT_CHECKED.format(self._every, step))
 
     def run(self, compute: Callable[[], _Result], again: Callable[[], object] | None = None) -> _Result:
-        """Run a forward and backward pass, and return its result; if the step is checked, collective.
-
-        ``again`` runs it once more; None: ``compute`` does.
+        """Run a pass, and return its result; if the step is checked, collective: ``again`` or ``compute`` repeats it.
 
         Raises:
             CorruptedGradientError: the gradients that it has left are wrong.
@@ -202,7 +194,6 @@ class _Damage:
         self._has_come = False
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return what is to take the tensor's place; None: it stays."""
         if self._has_come:
             return None
         self._has_come, copies = True, []
@@ -295,7 +286,6 @@ class _Seen:
         self._digests.add(tensor_bytes(gradient))
 
     def fetched(self) -> _Digests:
-        """Return the digests, which are waited for."""
         return dict(zip(self._keys, self._digests.fetch(), strict=True))
 
 

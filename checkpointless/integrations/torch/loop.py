@@ -153,10 +153,9 @@ class _LoopState:
 
 
 class JournaledTraining(FrontEnd):
-    """A training in a block, with its journal, that records its steps: a loop of one's own, or Megatron-Bridge's.
+    """A training in a block, with its journal, that records its steps; ``step`` is the newest committed one.
 
-    The checkpoint manager of ``call`` is used; if there is none, one is made. ``step`` is the newest committed
-    step. A second training in an entry of the block, and one in another block, are refused.
+    A second training in an entry of the block, and one in another block, are refused.
     """
 
     _how_to_get_replicas = "A second holder of each part helps"
@@ -198,11 +197,7 @@ class JournaledTraining(FrontEnd):
         """Look, when the block ends, at how the training was left."""
 
     def _recover(self) -> dict[str, Any] | None:
-        """Recover the state from memory; return what was captured besides, or None without any. Collective.
-
-        Raises:
-            StateLostError: steps were committed and no rank holds them any more.
-        """
+        """Recover from memory; return what was captured besides, or None. Collective."""
         call, manager = self._call, self._manager
         if call.is_first:
             return None
@@ -217,10 +212,7 @@ class JournaledTraining(FrontEnd):
         return 0
 
     def _record(self, loss: float | None, once: bool = False) -> None:
-        """Record the committed step, if that is requested (``--record-steps``).
-
-        With ``once`` it is left alone if it was recorded before a fault.
-        """
+        """Record the committed step (``--record-steps``); with ``once`` only if it was not before a fault."""
         if self._log is None or (once and (self._log.last_step() or 0) >= self.step):
             return
         state, step, params = self.state, self.step, digest_parameters(self.state.modules)
@@ -398,10 +390,7 @@ class LoopTraining(JournaledTraining, ABC):
             logger.warning(_LEFT)
 
     def _keep_again(self) -> None:
-        """Keep state, buffers and streams as the loop leaves them to the next step: it may have drawn some.
-
-        No interruption comes here: it would leave buffers of one call of :meth:`steps` with streams of another.
-        """
+        """Keep state, buffers and streams as the loop leaves them, uninterrupted: they must fit together."""
         known, has_drawn, has_changed = self._manager.own.streams.newest(self.step), False, False
         if known is not None:
             has_drawn, has_changed = self._manager.own.streams.have_moved(known)
@@ -450,7 +439,6 @@ class LoopTraining(JournaledTraining, ABC):
                 raise UnrecoverableError(_CHANGED.format(self._title_of(key), when))
 
     def _title_of(self, key: Key) -> str:
-        """Return what a tensor of the state is, for people."""
         return f"the parameter {key[-1]}" if key[0] == "model" else ".".join(map(str, key))
 
     # --- what the journal asks for --------------------------------------------------------------------------------
@@ -485,7 +473,6 @@ class LoopTraining(JournaledTraining, ABC):
     # --- what a subclass knows ------------------------------------------------------------------------------------
 
     def _step_scheduler(self, scheduler: Any) -> None:
-        """Make one step of a scheduler."""
         scheduler.step()
 
     @abstractmethod
@@ -511,9 +498,7 @@ class _Undeclared:
         self._seen: dict[str, str] = {}
 
     def look(self, frame: FrameType | None) -> None:
-        """Look when a step begins, at a frame; in the third, warn once of what was there before the first and has
-        changed.
-        """
+        """Look at a frame when a step begins; in the third, warn once of what has changed since the first."""
         self._looks += 1
         if frame is None or self._looks > _LOOKS:
             return

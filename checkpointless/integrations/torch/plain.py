@@ -170,10 +170,7 @@ class PlainTraining(LoopTraining):
         return super().reached(step, point)
 
     def _loops_part(self) -> dict[tuple[str, int], object]:
-        """Return what a loop may change in a step only, by what is said of a change and by the param group.
-
-        Of param groups these are the values that cannot change in place, learning rates among them; no tensors.
-        """
+        """Return what a loop may change in a step only, such as learning rates; no tensors."""
         part: dict[tuple[str, int], object] = {(_FREEZES, 0): self._tensors.trained()}
         groups = (group for optimizer in self._tensors.optimizers for group in optimizer.param_groups)
         for number, group in enumerate(groups):
@@ -197,7 +194,6 @@ class PlainTraining(LoopTraining):
 
     @override
     def _arrange(self) -> None:
-        """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""
         self._tensors.arrange()
         self._clear_gradients()
 
@@ -217,10 +213,7 @@ def _leave_out_overflows(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def _without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:
-    """Return the class of an optimizer that has a scheduler of torch's, but none of ``schedulers``; None: all have.
-
-    A scheduler marks its optimizer's ``step`` when it is made; ``ReduceLROnPlateau`` does not.
-    """
+    """Return the class of an optimizer with a torch scheduler not in ``schedulers`` (no plateau: it leaves no mark)."""
     known = [_optimizer_of(scheduler) for scheduler in schedulers]
     if any(optimizer is None for optimizer in known):
         return None  # of a kind that does not say whose it is
@@ -246,5 +239,4 @@ def _optimizer_of(scheduler: Any) -> Any:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Return what Accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,8 +1,7 @@
 """Whether a step that is repeated is the one that it was before the fault.
 
-A loop of one's own has to take the batches of a step by its number. A loader that it goes through over several
-steps starts over after a fault, and nothing else would notice. What a step takes (in a loop: what its modules are
-called with) and computes is therefore noted in few bytes, and compared where the step is repeated.
+A loop has to take a step's batches by its number: a loader that it goes through over several steps would start over
+unnoticed. So what a step takes and computes is noted in few bytes, and compared where it is repeated.
 """
 
 from __future__ import annotations
@@ -46,21 +45,13 @@ class _Step:
     is_computed: bool = False
 
     def taken(self) -> list[str]:
-        """Return the digests of its batches."""
         self.digests += map(_digest, self.batches)
         self.batches = []
         return self.digests
 
 
 class _RepeatedSteps:
-    """What steps took and computed, so that those that are repeated can be compared.
-
-    One of a process is enough, since a block runs once at a time: :data:`repeated_steps`. A step is compared with
-    what it was at first, however many faults have come since.
-
-    Attributes:
-        was_validated: whether there was a validation since the last step.
-    """
+    """What steps took and computed at first, one per process (:data:`repeated_steps`), to compare repeated ones."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}  # of this entry
@@ -72,10 +63,7 @@ class _RepeatedSteps:
         self.was_validated = False
 
     def begin_entry(self, is_first: bool) -> None:
-        """Note that the block was entered: what was noted until now was before the fault.
-
-        ``is_first``: nothing comes before this entry: there was another block, or the job begins again.
-        """
+        """Note that the block was entered; ``is_first``: nothing that was noted precedes it."""
         for number, step in self._steps.items():
             known = self._before.get(number)
             if known is None or (not known.is_computed and len(step.taken()) >= len(known.taken())):
@@ -86,10 +74,7 @@ class _RepeatedSteps:
 
     @contextmanager
     def listening(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Note what modules are called with in the context: with gradients it is the step's, else a validation's.
-
-        A loop that a fault has ended may be in its own context still; it notes nothing more.
-        """
+        """Note what modules are called with meanwhile: with gradients it is the step's, else a validation's."""
         for hook in self._hooks:
             hook.remove()
         inner = [each.module if isinstance(each, DistributedDataParallel) else each for each in modules]
@@ -121,11 +106,7 @@ class _RepeatedSteps:
         return (taken[-1] or None) if taken else None
 
     def compute(self, step: int, loss: float | None) -> None:
-        """Note the loss of ``step``, whose gradients are final; compare it, and what the step has taken.
-
-        The fault may have come before the last batch: what was taken before it has to be the beginning of what is
-        taken now.
-        """
+        """Note the loss of ``step``; compare it and the batches, of which the fault may have cut some off."""
         call = active_call_wrapper()
         if call is not None:
             call.leave_if_over()  # a loss that aborted collectives have left says nothing
@@ -164,10 +145,7 @@ repeated_steps = _RepeatedSteps()
 
 
 class _NotesInputs:
-    """Notes what a trained module is called with, before its forward pass.
-
-    A copy of the module, or one that is saved as a whole, has a hook in its place that does nothing.
-    """
+    """Notes what a trained module is called with; in a copy, or one saved as a whole, does nothing."""
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the inputs of a step; what was computed from parameters belongs to none of its batches."""

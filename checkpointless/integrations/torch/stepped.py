@@ -120,13 +120,10 @@ class SteppedTraining(JournaledTraining):
         self._manager.make_copies(self.step)
 
     def _put_back(self) -> None:
-        """Put back streams and declared state."""
         self._manager.restore_streams()
 
     def _update(self, is_first: bool, closure: None = None) -> None:
-        """Apply the gradients, on all ranks or on none; the ``step`` of an optimizer, of which the first updates
-        all.
-        """
+        """Apply the gradients, on all ranks or on none: an optimizer's ``step``; the first updates all."""
         if not is_first:
             return
         if self.replayed is not None:
@@ -171,10 +168,7 @@ class SteppedTraining(JournaledTraining):
 
 @contextmanager
 def led(target: object, seams: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Have methods of an object lead elsewhere while the context lasts.
-
-    ``seams`` has by name of the method what is called instead, with the method before its arguments.
-    """
+    """Have methods of ``target`` lead to ``seams`` by name meanwhile, which get the method before its arguments."""
     for name, seam in seams.items():
         setattr(target, name, functools.partial(seam, getattr(target, name)))
     try:

@@ -73,12 +73,9 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class TorchTensors(TrainingTensors):
-    """Modules and torch optimizers of one rank: DDP's, FSDP2's, tensor-parallel ones by a plan, and plain ones.
+    """Modules and torch optimizers of one rank; ``is_known``: the job's first update has shown what these do.
 
-    Args:
-        is_known: whether the job's first update has shown what the optimizers do.
-        group: the global ranks that hold the same. Default: what the meshes of the modules' DTensors say, else all
-            ranks.
+    ``group``: the ranks that hold the same. Default: what the meshes of DTensors say, else all ranks.
     """
 
     # A mesh does not tell whether a gradient is reduced along a dimension of replicas. FSDP2 does so with its
@@ -179,7 +176,6 @@ class TorchTensors(TrainingTensors):
 
     @override
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
-        """Return ``keys`` by holders, according to meshes; the state of an optimizer has those of its parameter."""
         if self._told is not None:
             return {self._told: list(keys)}
         found: dict[Group, list[Key]] = defaultdict(list)
@@ -202,12 +198,7 @@ class TorchTensors(TrainingTensors):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look, in the first step of the job, at what the optimizers do in the context.
-
-        Raises:
-            UnrecoverableError: an optimizer communicates or draws random numbers, or its state cannot be carried
-                over, or a buffer is new.
-        """
+        """Look at the optimizers in the job's first step; ``UnrecoverableError`` if they cannot be guarded."""
         if self._is_known:
             yield
             return
@@ -273,11 +264,7 @@ class TorchTensors(TrainingTensors):
 
 
 def _settle_buckets(modules: Iterable[torch.nn.Module]) -> None:
-    """Give each ``DistributedDataParallel`` among ``modules`` and their parts its lasting buckets. Collective.
-
-    No backward pass is under way, and gradients are cleared. A module whose buckets stay as they are
-    (``find_unused_parameters=True``), or are made already, is left alone.
-    """
+    """Give DDP modules their lasting buckets between passes; leave those made or never changed. Collective."""
     for module in modules:
         for part in module.modules():
             if isinstance(part, DistributedDataParallel):
@@ -368,7 +355,6 @@ class _ExtraState:
         return {index: state_tree.copy(part.get_extra_state()) for index, part in self._saving}
 
     def put(self, extra: Mapping[int, Any]) -> None:
-        """Put back what :meth:`take` returned; nothing that is not in ``extra``."""
         for index, part in self._saving:
             if index in extra:
                 part.set_extra_state(state_tree.copy(extra[index]))
@@ -399,9 +385,8 @@ def _unfit_hooks(modules: Iterable[torch.nn.Module]) -> str | None:
 class _HoldersByMesh:
     """Finds the holders of each tensor of a rank, from the meshes and placements of DTensors.
 
-    A tensor that is no DTensor is held by the ranks that hold all DTensors of this rank (``all``). If only this
-    rank does, it is held by all ranks of the meshes: what is not divided over them is the same on all of them,
-    or the parts would not belong to one model.
+    A tensor that is no DTensor is held by the ranks that hold all DTensors of this rank (``all``), or else, if only
+    this rank does, by all ranks of the meshes: what is not divided over them is the same on all of them.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], rank: int, world_size: int) -> None:

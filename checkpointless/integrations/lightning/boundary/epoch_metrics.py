@@ -1,9 +1,7 @@
 """Takes what Lightning and torchmetrics accumulate over an epoch, and puts it back.
 
-A value that is logged with ``on_epoch=True`` is summed up in Lightning's collection of results, and a torchmetrics
-object that is an attribute of the module keeps states that are not buffers. Only the rank itself has both until the
-epoch ends. They are therefore kept with the rank's random streams, which outlive its process, and come from a peer
-only if they are too large for that.
+Only the rank itself has it until the epoch ends, so it is kept with the rank's random streams, which outlive its
+process; a peer's is taken only if it is too large for that.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ class _ResumableResults(ResultCollection):
     is_paused: bool
 
     def entries(self) -> list[tuple[str, ResultMetric, dict[str, Any]]]:
-        """Return the key of each entry, the entry, and how it is logged."""
         for key in self.keys() - self.about.keys():
             self.about[key] = _about(self[key])
         return [(key, metric, self.about[key]) for key, metric in self.items()]
@@ -140,10 +137,7 @@ class Accumulated(Later[dict[str, Any]]):
 
     @staticmethod
     def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return ``kept`` with what this rank alone has in place of a peer's; if ``own`` is None, that is lost.
-
-        Entries stay in the peer's order, because some are reduced over all ranks, one after the other.
-        """
+        """Return ``kept``, in its order (some are reduced over ranks in turn), with what this rank alone has."""
         if own is None:
             metrics = {name: {**entry, "more": {}} for name, entry in kept["metrics"].items()}
             return {**kept, "metrics": metrics}
@@ -162,7 +156,6 @@ class Accumulated(Later[dict[str, Any]]):
 
     @staticmethod
     def put(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
-        """Put back what was taken, which stays as it is."""
         connector: Any = trainer._logger_connector
         results: Any = trainer.fit_loop.epoch_loop._results
         for name, tracker in _parts_of(trainer, MetricTracker):
@@ -182,10 +175,7 @@ class Accumulated(Later[dict[str, Any]]):
 
 
 def _take_result(metric: ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
-    """Take an entry as it is now.
-
-    Lightning puts another value or cache in the place of one, and changes none. A size is summed up in place.
-    """
+    """Take an entry as it is now: Lightning replaces its value and cache, but sums a size up in place."""
     values = vars(metric)
     taken = {
         "about": about,
@@ -273,7 +263,6 @@ def _watch_modules() -> None:
 
 
 def _metrics_of(trainer: Any) -> list[tuple[str, Any]]:
-    """Return the metrics and their trackers in a trainer's module, by name."""
     results = trainer.fit_loop.epoch_loop._results
     registered, found = vars(results).get(_FOUND, (-1, []))
     if registered != _registered:
@@ -312,7 +301,6 @@ def _accumulates(entry: Mapping[str, Any]) -> bool:
 
 
 def _nbytes(states: Mapping[str, Any]) -> int:
-    """Return the size of ``states`` as they are kept, with what is kept about each tensor, in bytes."""
     tensors = [each for value in states.values() for each in (value if isinstance(value, list) else [value])]
     return sum(getattr(tensor, "nbytes", 0) + 100 for tensor in tensors) + 500
 

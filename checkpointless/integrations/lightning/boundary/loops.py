@@ -1,8 +1,7 @@
-"""Lightning's training loops, which can resume at the exact point after a step at which they were left.
+"""Lightning's training loops, which resume at the exact point after a step at which they were left.
 
-Lightning resumes from checkpoints that were written by a hook, and guesses what had happened by then. Here this is
-known: a recovery says at which stage after the last committed step it resumes, and the loops do what still follows
-that step, once, before they ask for the next batch.
+Lightning guesses what had happened before a checkpoint was written. Here it is known: the loops do what still
+follows the last committed step, once, before they ask for the next batch.
 """
 
 from __future__ import annotations
@@ -109,7 +108,6 @@ class _ResumableFitLoop(FitLoop):
 
     @override
     def setup_data(self) -> None:
-        """Make the data loader, unless no batch will be asked for."""
         if not self.was_finished:
             loader, step = self._combined_loader, self.epoch_loop.global_step
             when = self.resumption.when_made() if self.resumption is not None else None
@@ -169,7 +167,6 @@ class _ResumableFitLoop(FitLoop):
     @property
     @override
     def done(self) -> bool:
-        """Whether no epoch is left to begin or to end."""
         within = self.resumption is not None and self.resumption.stage is not SnapshotPoint.TURNED
         return False if within else bool(super().done)
 

@@ -85,7 +85,6 @@ class _Part:
         return self._part.state_key if self._has_state() else ""
 
     def values(self) -> Mapping[str, Any]:
-        """Return the attributes that may be state, by name, and the state of a callback that has one."""
         found: dict[str, Any] = {}
         names = []
         for name, value in self._attributes():

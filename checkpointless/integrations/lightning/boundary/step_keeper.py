@@ -66,10 +66,7 @@ class InMemoryCheckpoint(dict[str, Any]):
 
     @classmethod
     def of_finished_fit(cls, trainer: pl.Trainer, objects: dict[str, Any] | None) -> InMemoryCheckpoint:
-        """Return what a fit ended in that was over before the fault, and is skipped now.
-
-        ``objects`` is its non-tensor state; None if no rank knows it.
-        """
+        """Return what a fit ended in that is skipped now; ``objects`` None: no rank knows its other state."""
         logger.warning(
             "this fit had ended before the fault and is not repeated; until the next fit of the block begins, the "
             "model's weights are not those that it ended with"
@@ -86,11 +83,7 @@ _SAVE_HOOK = "on_save_checkpoint"
 
 
 def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
-    """Take the state of a trainer; return what makes ``checkpoint``, ``kinds`` and ``sampler`` as they are now.
-
-    These are what Lightning itself writes into a checkpoint, what it does not (but for what is accumulated over an
-    epoch), and what NeMo's sampler counts with.
-    """
+    """Take what Lightning and NeMo's sampler have, but tensors and an epoch's sums; return what makes it."""
     settings = _take_settings(trainer)
     checkpoint, stop, metrics = _take_checkpoint(trainer), bool(trainer.should_stop), _take_metrics(trainer)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -356,7 +349,6 @@ def _begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[
 
 
 def _put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
-    """Put back what :func:`_take_sampler` made."""
     sampler = megatron_sampler(trainer)
     if sampler is None or state is None:
         return
@@ -390,11 +382,7 @@ _LOOKED_AT = (2, 3)  # the steps in which is looked at what those before them ha
 
 
 class StepKeeper(FrontEnd):
-    """Takes hold of a trainer's model and optimizer, which are built, and guards the update.
-
-    Args:
-        manager: keeps what is captured; None: recovery from memory is switched off, and nothing is captured.
-    """
+    """Takes hold of a built trainer and guards the update; without a ``manager`` nothing is captured."""
 
     def __init__(
         self,
@@ -421,7 +409,6 @@ class StepKeeper(FrontEnd):
 
     @override
     def ready(self, step: int) -> Captured:
-        """Capture the outcome of ``step``, whose gradients are final."""
         self._computed += 1
         if self._call.generation == 0 and self._computed in _LOOKED_AT:
             reason = self.journal.changed()
@@ -456,7 +443,6 @@ class StepKeeper(FrontEnd):
 
     @override
     def reached(self, step: int, point: SnapshotPoint) -> Captured:
-        """Capture what the trainer has at ``point`` after ``step``."""
         accumulated, position, state = Accumulated(self._trainer), self._position(), take_state(self._trainer)
 
         def objects() -> dict[str, Any]:
@@ -474,7 +460,6 @@ class StepKeeper(FrontEnd):
 
     @override
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the states of data loaders, data module, callbacks and module, by name."""
         checkpoint = objects["checkpoint"]
         loops = checkpoint["loops"] or {}
         loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
@@ -493,11 +478,7 @@ class StepKeeper(FrontEnd):
 
 
 def _without_worker_seeds(state: object) -> object:
-    """Leave out of a loader's ``state_dict``, or a list of these, what its batches do not depend on.
-
-    torchdata's loaders keep the number that each iterator draws to seed workers, which get their streams from the
-    job's seed and the batch instead. It differs from rank to rank, so that the states could not be compared.
-    """
+    """Leave out of a loader's state the seeds that torchdata's iterators draw for workers: ranks differ in them."""
     if isinstance(state, list):
         return [_without_worker_seeds(each) for each in state]
     if not isinstance(state, dict):
@@ -516,13 +497,7 @@ def _without_worker_seeds(state: object) -> object:
 
 
 class Restoration:
-    """What memory gave one trainer besides its tensors, which are in place; Lightning loads its own part of it.
-
-    Attributes:
-        stage: the point after the newest step at which the loops resume.
-        begins_epoch: whether an epoch begins there.
-        is_pending: whether a part of it is still to be put back.
-    """
+    """What memory gave one trainer besides its tensors; ``is_pending``: a part of it is still to be put back."""
 
     def __init__(
         self,

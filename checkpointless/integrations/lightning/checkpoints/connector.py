@@ -115,7 +115,6 @@ class CheckpointlessCompatibleConnector(CheckpointConnector):
         super().resume_start(path, **options)
 
     def _storage_path(self, checkpoint_path: str | Path | None) -> Any:
-        """Return the checkpoint to load: the given one, or the one that the delayed auto-resume finds now."""
         delayed = getattr(self.trainer, "fresume", None)
         if checkpoint_path is None and delayed is not None:
             delayed.setup(self.trainer, self.trainer.lightning_module, force_setup=True)

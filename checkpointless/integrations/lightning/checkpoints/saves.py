@@ -1,13 +1,9 @@
 """Handles checkpoints that are being saved, or that only some of the ranks have saved, when a fault comes.
 
-After a fault the ranks may go back to before a save that some of them had finished. The end of the step is replayed
-then, and the save goes to the same folder as before: what is already there is not written twice, and what is not
-whole is written again.
-
-A background save is made by a writer, which is a separate process with a copy of what it writes, so a fault
-of a rank does not stop it. If all ranks still have their writers, the save is finished in the next generation like
-any other. If one writer was lost with its rank, or failed, no part is of use: the save is repeated if the ranks
-can go back to where it began (:mod:`checkpointless.recovery.decide`); otherwise a warning says that it is lost.
+The ranks may go back to before a save. It then goes to the same folder: what is there is not written twice, and
+what is not whole is written again. A background save, whose writer is a separate process, is finished in the next
+generation if all ranks still have their writers; else it is repeated if the ranks can go back to where it began
+(:mod:`checkpointless.recovery.decide`), or a warning says that it is lost.
 """
 
 from __future__ import annotations
@@ -80,10 +76,7 @@ _ENDS_S = 5.0
 def _write_buckets(
     transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Queue[Any]
 ) -> None:
-    """Stand in for ``write_preloaded_data_multiproc``: write each bucket of a rank's part in a separate process.
-
-    ``results`` gets what each writer says, by its number, or the first error.
-    """
+    """Stand in for ``write_preloaded_data_multiproc``: a process per bucket; ``results`` gets what each says."""
     context = multiprocessing.get_context("fork")
     writers: list[tuple[Any, Connection]] = []
     said: list[Any] = []
@@ -107,7 +100,6 @@ def _write_buckets(
 
 
 def _said(writer: Any, receiver: Connection) -> Any:
-    """Wait for a writer, and return its results or its error."""
     try:
         return receiver.recv()[1]
     except EOFError:
@@ -241,10 +233,7 @@ _REMOVE = ModelCheckpoint.__dict__["_remove_unfinished_checkpoints"]
 
 
 def begin_set_up(is_writing: bool) -> None:
-    """Have NeMo leave unfinished checkpoints at a trainer's set-up if they are being written, and only then.
-
-    First it is waited, for ten seconds at most, until no thread of NeMo's removes a checkpoint any more.
-    """
+    """Have NeMo leave unfinished checkpoints if they are being written; first wait (10 s) for its removals."""
     if _removing.acquire(timeout=_REMOVAL_S):
         _removing.release()
     _leave_unfinished(is_writing)
@@ -270,10 +259,7 @@ def _remove(paths: Iterable[str]) -> None:
 
 
 def remove_whole(folder: Path) -> None:
-    """Remove a whole checkpoint so that, whenever the process is killed, nothing half removed passes for one.
-
-    It gets another name first, which NeMo takes for that of an unfinished checkpoint.
-    """
+    """Remove a checkpoint, renamed as an unfinished one first: if the process is killed no half counts as whole."""
     with _removing:
         gone = folder.with_name(f"{folder.name}-removed")
         marker = ModelCheckpoint.format_checkpoint_unfinished_marker_path(gone)
@@ -422,10 +408,7 @@ def _merged(reasons: Sequence[Mapping[str, str]]) -> dict[int, str]:
 
 
 def _noting(where: Callable[..., str | Path]) -> Callable[[Any], Any]:
-    """Return what makes a function keep its error for the others, and go on, while a save is made or ended.
-
-    ``where`` returns where the function writes, from its arguments.
-    """
+    """Return what makes a function that writes to ``where(...)`` keep its error for the others, and go on."""
 
     def make(original: Any) -> Any:
         @functools.wraps(original)
@@ -449,7 +432,6 @@ def _folder_of(path: str | Path) -> str:
 
 
 def _reason(error: BaseException, path: str = "") -> str:
-    """Return in one line what went wrong."""
     if str(error) == "results_queue should not be empty":
         return "the process that wrote it in the background was lost"
     if isinstance(error, RuntimeError) and path:  # torch.save does not say that the disk is full
@@ -496,11 +478,7 @@ _WHOLE, _AGAIN, _GOES_ON, _LOST = "whole", "again", "goes on", "lost"
 
 
 def _fate(words: Sequence[_Word | None], in_background: bool) -> str:
-    """Conclude what becomes of a save from what each rank says of it; None: the rank does not know it.
-
-    A save that the ranks come past again is ``_WHOLE`` or made ``_AGAIN``; any other ``_GOES_ON`` or is ``_LOST``.
-    ``in_background`` says whether new trainers can continue saves.
-    """
+    """Conclude what becomes of a save: passed again: ``_WHOLE`` or ``_AGAIN``, else ``_GOES_ON`` or ``_LOST``."""
     known = [each for each in words if each is not None]
     states, numbers = {each.state for each in known}, {each.number for each in known}
     if None in numbers:  # in a save that is made at once, the first rank's part is the last
@@ -536,10 +514,7 @@ class Saves:
         calls: AsyncCallsQueue | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """Make a save ``after`` the newest point, unless it was made before the fault. Every rank calls this.
-
-        ``calls`` is Megatron's queue of background saves (None: the save is made at once), ``finish`` ends one.
-        """
+        """Make a save ``after`` the newest point, through ``calls`` in the background. Every rank calls this."""
         if after[0] != self._resumed_step:
             self._again.clear()
             self._whole.clear()
@@ -615,10 +590,7 @@ class Saves:
         return said
 
     def agree(self, resumed_at: tuple[int, SnapshotPoint] | None, strategy: MegatronStrategy) -> None:
-        """Agree on what is saved again after ``resumed_at`` and what continues in the background. Collective.
-
-        The ``strategy`` of the new trainer finishes what continues. None: the state is not from memory.
-        """
+        """Agree on what is saved again after ``resumed_at`` (None: not from memory) or continues. Collective."""
         is_first = bool(strategy.trainer.is_global_zero)
         said = self._words(resumed_at, is_first)
         everyone = all_gather_json({"saves": said, "newest": self._newest, "raised": self.failed.raised})
@@ -734,7 +706,6 @@ class Saves:
 
 
 def _note_end(save: _Save, calls: Iterable[Any]) -> None:
-    """Have the end of a background save noted by what it is, last of all that ends it."""
     for call in calls:
         fns = call.async_request.finalize_fns
         if save.number == call.idx and save.finished not in fns:
@@ -756,11 +727,7 @@ def _is_there(save: _Save, first: bool) -> bool:
 
 
 def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> None:
-    """Make ``save`` end what ``before`` began in the background; if that has ended, the next time saves are ended.
-
-    It is not ended at once, because NeMo's callback says only after the save what its end is to remove. Without
-    ``before`` it was another process that began it.
-    """
+    """Make ``save`` end what ``before`` began, but later: NeMo's callback says only after it what that removes."""
     fns = [each for each in (save.finish, save.finished) if each is not None]
     for call in calls.async_calls:
         if call.idx == save.number:
@@ -791,10 +758,7 @@ def _report_separately() -> None:
 
 
 def _reset_reports() -> None:
-    """Make writers report on a connection with nothing left on it, and the next ones to a separate queue.
-
-    A rank that was interrupted while it asked the process of the queue would take the old answer for the next one.
-    """
+    """Renew the writers' connection and queue: a rank interrupted in a question would get its old answer."""
     reports = getattr(filesystem_async, RESULTS_QUEUE)
     if reports is not None:
         vars(reports._tls).pop("connection", None)  # of this thread; multiprocessing makes another one

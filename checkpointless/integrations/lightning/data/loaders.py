@@ -1,13 +1,9 @@
 """Where a trainer's loaders stand in their data, and how loaders that were rebuilt are brought there.
 
-A training loader is made as it was made at the start, so that its length and its order are the same; its first
-iterator then begins after what was delivered before. Loaders that keep their own position (``state_dict``) are
-restored by Lightning.
-
-Samplers keep generators, and those of a user's class the numbers that they count with. A sampler that the script
-makes after a fault lacks these. They are kept with the random streams of the rank: as of the beginning of a pass,
-from which the pass is drawn again, and as of each step boundary. An iterable dataset that is gone through in the
-training process takes a sampler's place. What validation loaders keep continues from validation to validation.
+A training loader is made as at the start, so that length and order are the same; its first iterator begins after
+what was delivered. What samplers keep is stored with the rank's random streams: as of the beginning of a pass,
+which is drawn again, and of each step boundary. An iterable dataset takes a sampler's place. Loaders with a
+``state_dict`` are restored by Lightning; what validation loaders keep continues from one to the next.
 """
 
 from __future__ import annotations
@@ -59,12 +55,7 @@ class _Starts(Protocol):
 def _one_pass(
     items: Iterable[Any], starts: _Starts, again: bool, skip: int = 0, owner: object = None
 ) -> Iterator[Any]:
-    """Go over a sampler or an iterable dataset. What it draws before its first item is drawn again after a fault.
-
-    Everything happens when the first item is asked for: torch makes two iterators of a loader with workers, and
-    uses the second. ``again`` says whether the pass was begun before a fault; ``skip`` of its items were used
-    already. ``owner`` is the dataset that ``items`` are an iterator over; None: ``items``.
-    """
+    """Go over ``items``, beginning when the first is asked for: torch makes two iterators, and uses the second."""
     now = RngStates.capture()
     start = starts.data_start() if again else None
     if start is not None:
@@ -142,7 +133,6 @@ class _SamplerState:
         self._owners = list(owners)
 
     def take(self) -> dict[str, Any]:
-        """Return what is kept, by owner and attribute."""
         return {key: take_object(value) for key, _, _, value in self._kept()}
 
     def put(self, states: Mapping[str, Any]) -> None:
@@ -190,7 +180,7 @@ class _StandIn:
 
 
 def _place_of_sampler(loader: Iterable[object]) -> str:
-    """Return the name of the attribute of ``loader`` that determines its samples."""
+    """Return the attribute of ``loader`` that determines its samples."""
     return "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
 
 
@@ -220,7 +210,6 @@ class DataPosition(NamedTuple):
 
 
 def megatron_sampler(trainer: pl.Trainer) -> MegatronDataSampler | None:
-    """Return NeMo's data sampler, or None if the trainer has none."""
     sampler = getattr(trainer.strategy, "data_sampler", None)
     return sampler if hasattr(sampler, "init_consumed_samples") else None
 
@@ -275,7 +264,6 @@ class TrainingData:
         self._order: _DrawnOrder | None = None  # of such a loader, if it does not know that
 
     def position(self, fit_loop: _FitLoop) -> DataPosition:
-        """Return where the training stands in its data."""
         fetcher = fit_loop._data_fetcher
         fetched = fetcher.fetched if fetcher is not None else 0
         tracked = self._tracked
@@ -385,10 +373,7 @@ def _repeat_items(loader: Iterable[object], starts: _Starts, position: DataPosit
 
 
 def _repeat_order(loader: Iterable[object], starts: _Starts, position: DataPosition | None) -> _DrawnOrder | None:
-    """Have a loader that keeps its position draw the order of an epoch that was begun before a fault once more.
-
-    None is returned if the order is part of the position, as with torchdata's samplers, or follows from the epoch.
-    """
+    """Have a loader that keeps its position draw an interrupted epoch's order again, unless its position has it."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):  # torch's sampler of these gives None forever
         return None
     owner: Any = _sampler_of(loader)

@@ -1,8 +1,4 @@
-"""The copies that a process keeps of what it writes to checkpoints: where they are, and which are kept.
-
-They outlive trainers and generations: a block that is entered again finds them, as long as the process lives or
-the place lasts.
-"""
+"""The copies that a process keeps of what it writes to checkpoints; they outlive trainers and generations."""
 
 from __future__ import annotations
 
@@ -141,7 +137,6 @@ class _Save(NamedTuple):
 
 
 def _wait_for(copier: Copier, making: Making) -> None:
-    """Wait until copies are where they belong, within limits."""
     for event, limit_s, done in ((making.arrived, _EXCHANGE_S, "exchanged"), (making.written, _WRITE_S, "written")):
         if not copier.wait(event, limit_s):
             logger.warning("copies of %s were not %s within %g s", making.save, done, limit_s)

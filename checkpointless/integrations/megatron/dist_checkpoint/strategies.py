@@ -55,11 +55,7 @@ _STREAM = "stream"  # TransformerEngine's extra state, which only it reads
 
 
 def _values_to_keep(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Tree]]:
-    """Return the leaves that can be kept, each with its tensor or its object as :func:`_encoded` made it.
-
-    A tensor of a special class (one in FP8), and an object that is not made of plain values, are left out: they
-    will be loaded from storage.
-    """
+    """Return the leaves that can be kept, with tensor or encoded object; not, for example, tensors in FP8."""
     kept = []
     for leaf in leaves:
         value = _encoded(leaf.data) if not isinstance(leaf.data, torch.Tensor) else leaf.data
@@ -75,9 +71,7 @@ def _content_of(identity: _Identity, kept: Sequence[tuple[Leaf, Tree]]) -> Conte
 
 
 def _values_of(content: Content, identity: _Identity) -> dict[str, Tree]:
-    """Return what a part has, by the ids of the chunks; raise ``PartError`` if it is of another checkpoint, or no
-    part.
-    """
+    """Return a part's values by the ids of their chunks; raise ``PartError`` if it is of another checkpoint."""
     try:
         state = content.state()
         theirs, chunks = msgspec.msgpack.decode(state["about"], type=tuple[_Identity, list[_Chunk]])
@@ -98,10 +92,7 @@ def _can_keep(tensor: torch.Tensor) -> bool:
 
 
 def _encoded(value: object) -> Tree | None:
-    """Return an object as plain values that can be kept and sent; None if it is not made of plain values.
-
-    Tensors in it are copied into host memory.
-    """
+    """Return an object as plain values, its tensors copied to the host; None if it is not made of plain values."""
     if type(value) is io.BytesIO:
         return {_STREAM: value.getvalue(), "at": value.tell()}
     try:
@@ -135,8 +126,8 @@ Strategy: TypeAlias = Any
 class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One chunk. Replicas of it, on any ranks, have the same fields.
 
-    ``global_offset`` says where it begins, by axis; ``flat`` are first and last element (exclusive) of the
-    flattened chunk that it is restricted to (None: all of it). An object has no local shape and no dtype.
+    It begins at ``global_offset``, by axis; ``flat``: first and last element (exclusive) of the flattened chunk
+    that it is restricted to. An object has no local shape and no dtype.
     """
 
     key: str
@@ -179,19 +170,16 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return 0 if self.is_object else torch.Size(self.shape).numel() * dtype_of(self.dtype).itemsize
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` has the dtype and the shape of the chunk."""
         return dtype_name(tensor.dtype) == self.dtype and tuple(tensor.shape) == self.shape
 
 
 def _leaves_of(state: State) -> list[Leaf]:
-    """Return the leaves of a sharded state, nested dicts and lists, in their order."""
     leaves: list[Leaf] = []
     _replaced(state, leaves.append)
     return leaves
 
 
 def _replaced(state: State, replace: Callable[[Leaf], Any]) -> State:
-    """Return a sharded state of the same nesting, with what ``replace`` makes of each leaf in its place."""
     if isinstance(state, Leaf):
         return replace(state)
     if isinstance(state, Mapping):
@@ -215,9 +203,7 @@ _METADATA = ".metadata"  # what torch writes last of the chunks
 
 
 class _Identity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The save that a checkpoint is the result of: its token, the names of the checkpoint's directory and of the
-    one around it, and how many ranks saved.
-    """
+    """A save: its token, the names of the checkpoint's directory and the one around it, how many ranks saved."""
 
     token: str
     name: str
@@ -247,7 +233,6 @@ def _is_local(checkpoint_dir: str | os.PathLike[str]) -> bool:
 
 
 def _write_identity(identity: _Identity, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write the identity of a checkpoint whose ``.metadata`` is written."""
     folder = Path(checkpoint_dir)
     unfinished = folder / f".{FILE}.tmp"
     unfinished.write_bytes(msgspec.json.encode(_File(1, identity, _stamp(folder))))
@@ -391,11 +376,7 @@ class CopiesLoadStrategy:
 
 @dataclass
 class _Found:
-    """Chunks that were found. ``sources`` (ranks) and ``places`` are the same on all ranks.
-
-    ``values`` are those that this rank has, which are not to be changed, and ``parts`` what they are from, whose
-    memory is not used again as long as somebody holds them.
-    """
+    """Chunks: ``sources``, ``places`` are the same on all ranks; ``parts`` hold the memory of ``values``."""
 
     sources: dict[str, int] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
@@ -404,11 +385,7 @@ class _Found:
 
 
 def _find(stores: Mapping[str, PartStore], identity: _Identity, needs: Mapping[str, _Need]) -> _Found:
-    """Find chunks of a checkpoint in places, the first places first. Collective.
-
-    A part is read by one rank, first by the one that wrote it. If its copy is damaged, another copy is read,
-    with a warning, on this rank, then on another one, then in the next place.
-    """
+    """Find chunks in places, the first places first; a damaged copy costs a warning, then another. Collective."""
 
     def read(copy: StoredPart, is_own: bool) -> tuple[Part, dict[str, Tree]]:
         part = copy.read(is_shared=True)
@@ -441,10 +418,7 @@ class _StorageError(RuntimeError):
 
 
 def _read(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Read this rank's share, if the checkpoint has those of all: Megatron's loads wait for each other. Collective.
-
-    Tensors are read into the leaves' own, if they have any.
-    """
+    """Read this rank's share into the leaves' tensors, if all shares are there, as loads wait. Collective."""
     folder, asked = Path(checkpoint_dir), {id_: copy.copy(leaf) for id_, leaf in leaves.items()}
     doing = f"loading {checkpoint_dir}"
     together(doing, lambda: _of_megatron(lambda: _look_up(wrapped, folder, leaves.values())))
@@ -463,10 +437,7 @@ def _look_up(wrapped: Strategy, folder: Path, leaves: Collection[Leaf]) -> None:
 
 
 def _of_megatron(do: Callable[[], _T]) -> _T:
-    """Return what a function of Megatron's returns; raise a ``_StorageError`` about what it raised.
-
-    torch's exception for what several ranks raised is none that ``except Exception`` catches.
-    """
+    """Return what ``do`` returns; ``_StorageError`` if it raises: torch's collective error is no ``Exception``."""
     try:
         return do()
     except _StorageError:
@@ -505,11 +476,7 @@ def _needs_of(everybodys: Sequence[Mapping[str, Parsed]]) -> dict[str, _Need]:
 
 
 def _readers_of(needs: Mapping[str, _Need]) -> dict[str, int]:
-    """Return, by chunk, the one rank that reads it, so that all ranks read about equally much.
-
-    The largest chunks are assigned first, each to the rank with the fewest bytes so far, of those that need it. So
-    no rank reads more than its even share and one chunk, if every rank needs every chunk.
-    """
+    """Return, by chunk, who reads it: largest first, of those that need it the rank with the fewest bytes."""
     load: dict[int, int] = defaultdict(int)
     readers = {}
     for id_, need in sorted(needs.items(), key=lambda each: (-each[1].nbytes, each[0])):
@@ -519,11 +486,9 @@ def _readers_of(needs: Mapping[str, _Need]) -> dict[str, int]:
 
 
 def _deliveries_of(sources: Mapping[str, int], needs: Mapping[str, _Need], world_size: int) -> list[Delivery]:
-    """Return what has to be sent, so that every rank has each chunk that it needs, in the order of all ranks.
+    """Return what is sent, in the order of all ranks, so that no ranks wait for each other in a circle.
 
-    Every rank makes its deliveries in this order. So a rank that waits, waits for one that is not further, and
-    no ranks wait for each other in a circle. Pairs of the same sum come one after the other: they have no rank
-    in common, so that they work at the same time.
+    Pairs of the same sum of ranks have no rank in common, so that they work at the same time.
     """
     chunks: dict[tuple[int, int], list[str]] = defaultdict(list)
     for id_, source in sources.items():
@@ -564,11 +529,7 @@ class _Wanted:
         return data if isinstance(data, torch.Tensor) else None
 
     def loaded(self, read: Mapping[str, Any], sent: Mapping[str, Tree], borrowed: Collection[str]) -> State:
-        """Return the sharded state with values in the places of its leaves.
-
-        They were ``read`` from storage, or ``sent``: tensors, and encoded objects. The tensors of ``borrowed``
-        chunks are somebody else's, and have to be copied.
-        """
+        """Return the state with values that were ``read`` or ``sent``; those of ``borrowed`` chunks are copied."""
         given: set[str] = set()
 
         def value_of(leaf: Leaf) -> Any:
@@ -679,7 +640,6 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     def _with_end(
         self, request: AsyncRequest, identity: _Identity, checkpoint_dir: str | os.PathLike[str], forgiving: bool
     ) -> AsyncRequest:
-        """Return Megatron's request with an end that may fail."""
         theirs, metadata, fns = tuple(request.finalize_fns), self._metadata, list[Callable[[], None]]()
 
         def finish() -> None:
@@ -700,7 +660,6 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         return request._replace(finalize_fns=fns)
 
     def _finish(self, identity: _Identity, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """End a save that is on storage."""
         if own_rank() == 0 and _is_local(checkpoint_dir):
             _, problem = attempt(lambda: _write_identity(identity, checkpoint_dir))
             if problem is not None:
@@ -709,10 +668,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
 
 
 def _in_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor in host memory as one whose storage is no larger; the memory is the same.
-
-    Megatron copies tensors that are views of more than themselves once more.
-    """
+    """Return a contiguous host tensor whose storage is no larger: Megatron would copy a view once more."""
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     flat = tensor.view(-1).view(torch.uint8).numpy()
