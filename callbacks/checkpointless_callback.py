@@ -79,10 +79,7 @@ class CheckpointlessCallback(Callback):
         return next((each for each in callbacks if hasattr(each, "set_params_to_save")), None)
 
     def _try_adapter_checkpointless_restore(self, trainer: pl.Trainer, params_to_save: set[str]) -> None:
-        """Notify the strategy, once, that the adapters of a PEFT run are in place, so that the state can be kept.
-
-        After a fault the strategy has added the adapters earlier, and memory has filled them already.
-        """
+        """Notify the strategy, once, that a PEFT run's adapters are in place (after a fault: earlier)."""
         if self.tried_adapter_checkpointless:
             return
         self.tried_adapter_checkpointless = True

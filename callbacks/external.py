@@ -1,7 +1,4 @@
-"""The callbacks that ``checkpointless run`` adds to a Lightning trainer, whichever strategy it uses.
-
-Lightning adds to every trainer what the entry points of the group ``lightning.pytorch.callbacks_factory`` return.
-"""
+"""The callbacks that ``checkpointless run`` adds to a Lightning trainer, through Lightning's entry points."""
 
 from __future__ import annotations
 

@@ -37,10 +37,7 @@ class _LightningTrainerParts:
 
 
 def job_step(trainer: pl.Trainer) -> int:
-    """Return the optimizer step that a trainer is at, counted over all fits of the running block.
-
-    Lightning's property ``global_step`` is slow.
-    """
+    """Return the optimizer step of a trainer over all fits of the block (``global_step`` is slow)."""
     manager = manager_of(active_call_wrapper())
     fit_loop: Any = trainer.fit_loop
     known: Any = vars(fit_loop).get(_MODULE)

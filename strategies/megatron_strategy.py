@@ -199,10 +199,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             self._take_hold()
 
     def require_anew(self, whole: bool) -> None:
-        """Leave the block to enter it once more if the model does not begin as a new one, and has to.
-
-        ``whole`` says whether a checkpoint of the training itself is loaded; that of a PEFT run has only adapters.
-        """
+        """Enter the block once more if a kept model must begin as a new one (``whole``: no adapters' load)."""
         warm, manager = self._warm_start, self.checkpoint_manager
         if warm is not None and warm.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):
             assert manager is not None
@@ -410,7 +407,6 @@ class _TensorsBeforeAdapters(MegatronTensors):
 
     @override
     def replica_groups(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
-        """Return ``keys`` by the ranks that will hold the same under them."""
         return {replicas(True): list(keys)} if self._will_be_distributed else super().replica_groups(keys)
 
 

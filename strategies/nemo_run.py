@@ -64,8 +64,8 @@ def _build_and_call(recipe: run.Partial) -> object:
 class CheckpointlessRecipe(run.Partial):
     """A recipe that is shown and edited like any other and that, when run, calls :func:`train` with itself unbuilt.
 
-    Fiddle makes the objects of a recipe once, before it calls the function. Wherever it takes this recipe apart, it
-    sees a call of :func:`train` with one opaque argument instead. The recipe has the same attributes as before.
+    Fiddle makes a recipe's objects once, before the call; where it takes this one apart, it sees one opaque
+    argument.
     """
 
     @classmethod

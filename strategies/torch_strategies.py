@@ -47,10 +47,7 @@ _Point = tuple[int, SnapshotPoint]
 
 
 class _LightningSaves:
-    """What a rank knows of the saves of its newest step, which are repeated under the same names after a fault.
-
-    It outlives restarts.
-    """
+    """The saves of the newest step, repeated under the same names after a fault; it outlives restarts."""
 
     unfinished: tuple[()] = ()  # saves in the background, of which there are none
 
@@ -60,7 +57,6 @@ class _LightningSaves:
         self._resumed_step = -1
 
     def save(self, path: str, after: _Point, make: Callable[[], None]) -> None:
-        """Make a save ``after`` the newest point of this rank."""
         if after[0] != self._resumed_step:
             self._again.clear()
         # This is noted first: a rank that is interrupted in the save may have written the file.
@@ -348,10 +344,7 @@ _PLUGIN = "precision"
 
 
 class _TorchSteps:
-    """How Lightning makes steps in automatic optimization (:class:`Steps`), which gives ``step`` a closure.
-
-    Here the closure runs first, then come the vote and the update, under the lock.
-    """
+    """How Lightning makes steps in automatic optimization: the closure first, then vote and update in the lock."""
 
     def __init__(self, trainer: pl.Trainer, call: HPCallWrapper, sdc_check_every: int | None) -> None:
         strategy: Any = trainer.strategy

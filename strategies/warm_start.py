@@ -45,7 +45,6 @@ class WarmStart:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the model was kept."""
         return self._kept is not None
 
     def agree(self, manager: CheckpointManager | None) -> None:

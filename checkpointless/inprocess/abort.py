@@ -79,10 +79,7 @@ def _have_ended(workers: Sequence[BaseProcess], limit_s: float) -> bool:
 
 
 def _is_alive(worker: BaseProcess) -> bool:
-    """Return whether ``worker`` is alive, by its sentinel as well.
-
-    ``Process.is_alive`` stays true forever if the main thread was interrupted while it reaped the worker.
-    """
+    """Return whether ``worker`` lives, also by its sentinel: ``is_alive`` stays true after an interrupted reap."""
     return worker.is_alive() and not connection.wait([worker.sentinel], 0)
 
 
@@ -117,7 +114,6 @@ def share_socket_folder() -> None:
 
 
 def _remove_unused_sockets() -> None:
-    """Remove the sockets in this process's folder whose creators have ended."""
     found = [str(path) for path in Path(util.get_temp_dir()).glob("listener-*")]
     if not found:
         return

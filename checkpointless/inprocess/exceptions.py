@@ -59,7 +59,6 @@ def text_of(error: BaseException) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return an exception's type and what it says."""
     return f"{name_of(error)}: {text_of(error)}"
 
 
@@ -96,10 +95,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def make_room(error: BaseException | None) -> bool:
-    """Free what the block that ``error`` ended has built, if it got no more memory; return whether it got none.
-
-    This is for a block whose training has not begun: what clears its frames also leaves its loops.
-    """
+    """Free what the block built, before its training, if it had no more memory (clears loops); return whether."""
     if not is_out_of_memory(error):
         return False
     forget_frames(error)

@@ -1,7 +1,4 @@
-"""How a rank leaves its block after a fault: the generation is aborted once, and the main thread interrupted.
-
-The thread that runs the block: how it is interrupted wherever it is, and what an interruption spares.
-"""
+"""How a rank leaves its block after a fault: the generation is aborted once, and the main thread interrupted."""
 
 from __future__ import annotations
 
@@ -105,11 +102,7 @@ class MainThread:
         signal.signal(self._signal, signal.SIG_DFL)
 
     def run(self, block: Callable[[], T]) -> T:
-        """Run ``block``, which may be interrupted; code after it is not.
-
-        Raises:
-            RankShouldRestart: the block was interrupted.
-        """
+        """Run ``block``; ``RankShouldRestart`` if it was interrupted, as code after it is never."""
         self._entered += 1
         self._putting_back = 0
         self._left.clear()
@@ -120,11 +113,7 @@ class MainThread:
 
     @contextmanager
     def putting_back(self) -> Iterator[None]:
-        """Let ``finally`` clauses in the context run to their ends where an exception is on its way through them.
-
-        Then no (further) interruption is raised before half of the time has passed in which the thread has to leave
-        the block.
-        """
+        """Let ``finally`` clauses in the context run to their ends, for half of the time to leave the block."""
         if self._putting_back == 0:
             self._handled = sys.exc_info()[1]
         self._putting_back += 1
@@ -134,10 +123,7 @@ class MainThread:
             self._putting_back -= 1
 
     def interrupt(self, waited_s: float = 0.0) -> None:
-        """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
-
-        After ``waited_s`` seconds for which it should have left already, less code is spared: none forever.
-        """
+        """Raise :class:`RankShouldRestart` in the block, sparing less code the longer it ``waited_s``."""
         entry = self._entered
         if self._left.is_set():
             return
@@ -146,10 +132,10 @@ class MainThread:
         _thread.interrupt_main(self._signal)  # type: ignore[arg-type]  # typeshed knows none without a name
 
     def _hear(self, _: int, frame: FrameType | None) -> None:
-        """Raise in the main thread, if it is in the entry that is to be left and not in code to be spared.
+        """Raise in the main thread, if it is in the entry to leave and in no code to spare.
 
-        The handler may itself be interrupted, so it returns at once if it runs already: handlers that come faster
-        than one ends would be nested until the interpreter's limit.
+        It returns at once if it runs already: handlers that come faster than one ends would be nested without
+        limit.
         """
         if self._hearing:
             return
@@ -166,11 +152,7 @@ class MainThread:
             self._hearing = False
 
     def interrupt_until_left(self, timeout_s: float, free: Callable[[float], object]) -> bool:
-        """Interrupt the thread repeatedly until it has left the block; return whether it has within ``timeout_s``.
-
-        ``free``, called before each interruption with the seconds waited so far, frees what the thread may block
-        in.
-        """
+        """Interrupt until the block is left; return whether within ``timeout_s``; ``free`` what it blocks in."""
         began = time.monotonic()
         told = False
         self._spared_at_most_s = timeout_s / 2
@@ -213,11 +195,9 @@ def _is_in_block(frame: FrameType | None) -> bool:
 def _spared_s(frame: FrameType | None, importing_s: float) -> float:
     """Return for how many seconds the thread must not be interrupted in ``frame``; 0 almost everywhere.
 
-    ``logging`` and the import system can be interrupted between taking a lock and the ``try`` that releases it, and
-    every thread would wait for that lock. Code that is interrupted while it closes descriptors or joins a child
-    process, mostly in destructors, does not do so later. A module that is interrupted in its import is half
-    imported, and cannot register again what it registered; so imports are spared for ``importing_s``, except where
-    they wait for peers.
+    Between taking a lock and its ``try``, ``logging`` and imports would leave it taken forever. What is interrupted
+    while it closes descriptors or joins a child does not do so later. A module half imported cannot register again;
+    so imports are spared for ``importing_s``, except where they wait for peers.
     """
     spared_s = min(_IMPORTING_S, importing_s) if _is_importing(frame) else 0.0
     for _ in range(_INNERMOST):
@@ -267,14 +247,9 @@ def _is_in_collective(frame: FrameType) -> bool:
 class FaultResponder:
     """Makes the main thread leave its block when a fault notice arrives.
 
-    ``timeout`` limits the update in progress, the abort, and the main thread's way out, each.
-    ``raise_before_abort`` interrupts the main thread before the abort. ``replace`` ends this process, which a
-    successor takes over.
-
-    Attributes:
-        aborted: the generation that was aborted last (-1: none).
-        noticed: the newest generation that is known to be over. The block reads it without a lock, because an
-            interruption could leave a lock taken.
+    ``timeout`` limits the update in progress, the abort, and the way out, each; ``raise_before_abort``: interrupt
+    first; ``replace`` ends this process. ``aborted`` and ``noticed`` are the newest generations aborted, and over
+    (-1); no lock for these, because an interruption could leave it taken.
     """
 
     def __init__(
@@ -310,7 +285,6 @@ class FaultResponder:
         self._client.on_fault = self._on_notice
 
     def shutdown(self) -> None:
-        """End the thread."""
         self._notices.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_END_S)
@@ -321,10 +295,7 @@ class FaultResponder:
         return self._generation_mutex
 
     def abort(self, generation: int) -> bool:
-        """Abort ``generation`` once, in whichever thread comes first; the other thread waits for it.
-
-        Return False if the update in progress did not end in time.
-        """
+        """Abort ``generation`` once, in the first thread; the other waits. False if the update did not end."""
         with self._abort_mutex:
             if self.aborted >= generation:
                 return True

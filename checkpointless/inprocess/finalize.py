@@ -33,10 +33,7 @@ _framework_cleanups: dict[str, Callable[[], None]] = {"accelerate": _forget_acce
 
 
 def register_cleanup(name: str, cleanup: Callable[[], None]) -> None:
-    """Register ``cleanup``, which drops the globals of a framework at every restart of this process.
-
-    It must be idempotent, and runs before the process groups are destroyed. A name can be registered again.
-    """
+    """Register an idempotent ``cleanup`` of a framework's globals, run at restarts before groups are destroyed."""
     _framework_cleanups[name] = cleanup
 
 
@@ -92,11 +89,10 @@ def collect_garbage() -> None:
 
 
 def _empty_backward_queue() -> None:
-    """Drop what a backward pass that raised has left in autograd's queue of this thread, with parameters and
-    gradients.
+    """Drop what a backward pass that raised has left in autograd's queue of this thread, with gradients.
 
-    Autograd takes the nodes made last first (``CompareNodeTaskTime`` in ``engine.cpp``), counted per thread. A node
-    of a new thread comes after all that are left; those are dropped on the way, because their pass is over.
+    Autograd takes the nodes made last first (``CompareNodeTaskTime``), counted by thread: a node of a new thread
+    comes after all that are left, which are dropped on the way, because their pass is over.
     """
     made: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: made.append(torch.ones(1, device="cpu", requires_grad=True) * 1))

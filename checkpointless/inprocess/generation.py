@@ -20,11 +20,10 @@ from checkpointless.system.environment import LOCAL_RANK_ENV, own_rank, own_worl
 
 @dataclass
 class Generation:
-    """The generation that this rank is in, of which a process has one object.
+    """The generation that this rank is in, one object in a process.
 
-    ``incident`` led to it, or ends it, once known (None: none); ``high_water`` is the highest optimizer step that
-    any rank of the job is known to have committed (-1: none); ``origin`` is the generation that began from nothing:
-    0, or that of the last restart of the whole job.
+    ``incident`` led to it, or ends it; ``high_water``: the highest optimizer step that any rank has committed (-1);
+    ``origin``: the generation that began from nothing.
     """
 
     number: int
@@ -82,13 +81,8 @@ _SETTLED_STEPS = 2  # after this many steps, everything that the previous genera
 class StepTracker:
     """Reports how far training has come: on the rank's board (if any) for its agent, and in the event log.
 
-    Attributes:
-        making: the optimizer step in progress (-1: none).
-        loss: loss of the optimizer step in progress, once it is known and if it is recorded (else None).
-        since_entry: number of optimizer steps committed since the block was last entered.
-        has_begun: whether a step was begun since then.
-        recovers: whether the recovery of the state was begun since then.
-        loops: how many trainings of loops of one's own have begun since then.
+    ``making``: the step in progress (-1); ``loss``: its own, if recorded. Since the block's entry: ``since_entry``
+    committed steps, ``loops`` of loops of one's own; ``has_begun`` a step; ``recovers`` the state.
     """
 
     def __init__(self, generation: Generation, board: Board | None) -> None:
@@ -118,9 +112,7 @@ class StepTracker:
         self._open_stage = None
 
     def begin_data(self, samples_per_step: int | None = None) -> None:
-        """Report that the state is in place and the first batch requested, with the samples of a step of the whole
-        job, if known.
-        """
+        """Report that the first batch is requested, with the job's samples per step, if known."""
         self.entered()
         fields = {} if samples_per_step is None else {"samples_per_step": samples_per_step}
         self._begin_stage(EventName.DATA, **fields)

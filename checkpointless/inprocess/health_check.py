@@ -20,11 +20,7 @@ from checkpointless.system.environment import LOCAL_RANK_ENV
 
 
 def time_limit(name: str, given: float | timedelta) -> timedelta:
-    """Return a time limit that a user gave, in seconds or as a ``timedelta``.
-
-    Raises:
-        ValueError: the limit is not positive.
-    """
+    """Return a positive limit, in seconds or as a ``timedelta``, as one."""
     limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
     if limit <= timedelta():
         raise ValueError(f"{name} must be a positive number of seconds, not {given}")
@@ -33,9 +29,7 @@ def time_limit(name: str, given: float | timedelta) -> timedelta:
 
 @contextmanager
 def bounded(what: str, limit_s: float, too_late: Callable[[str], object]) -> Iterator[None]:
-    """Bracket code that must end within ``limit_s`` seconds; else ``too_late``, in a thread, ends the process with
-    the reason.
-    """
+    """Bracket code that must end within ``limit_s`` seconds; else a thread calls ``too_late`` with the reason."""
     timer = threading.Timer(limit_s, too_late, [f"{what} did not end within {limit_s:g} s"])
     timer.daemon = True
     timer.start()
@@ -58,11 +52,7 @@ class HealthCheck(ABC):
 
 
 def wait_for_device() -> None:
-    """Wait until the current GPU has done what it was given; return at once if CUDA was not used.
-
-    Raises:
-        RuntimeError: CUDA reported an error.
-    """
+    """Wait for the current GPU, if CUDA was used; ``RuntimeError`` if it reported an error."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -14,9 +14,7 @@ _before: dict[str, int] = {}  # bytes held when the peak was last reset
 
 
 def memory_status() -> dict[str, int]:
-    """Return this process's resident host memory and, with CUDA, device memory in bytes; its threads and open
-    descriptors.
-    """
+    """Return resident host memory and, with CUDA, device memory in bytes, threads and open descriptors."""
     process = psutil.Process()
     status = {
         "rss_bytes": int(process.memory_info().rss),
@@ -41,9 +39,7 @@ def reset_peak() -> None:
 
 
 def peak_growth() -> dict[str, int]:
-    """Return by how many bytes memory has at most exceeded what was held at :func:`reset_peak`, as far as that is
-    known.
-    """
+    """Return by how many bytes memory has at most grown since :func:`reset_peak`, as far as known."""
     grown: dict[str, int] = {}
     if "rss" in _before:
         grown["peak_growth_bytes"] = _resident_peak() - _before["rss"]

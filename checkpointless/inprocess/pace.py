@@ -1,10 +1,9 @@
-"""What a rank does by itself in each step, apart from its waits for others: the agent reads it from the board.
+"""What a rank does by itself in each step, apart from waits for others: the agent reads it from the board.
 
-A step is measured from one vote before an update to the next. All ranks' steps take equally long; what each did by
-itself says who holds up the others. Waits that Python sees are left out. Those of DDP's backward pass are in C++,
-so the work of a step ends with the gradient of its first parameter, which comes about last. On GPUs, collectives do
-not make the host wait: with DDP the work up to that gradient is measured by events on the device, which the vote
-has completed; without DDP it is only what the host does.
+A step goes from one vote to the next. All ranks' take equally long; what each did by itself says who holds up
+others. Waits in Python are left out. Those of DDP's backward pass are in C++, so work ends with the gradient of its
+first parameter, which comes about last; on GPUs events measure it, which the vote has completed. Without DDP it is
+what the host does.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ class StepPace:
         self._is_timed = False  # on the device, in the step in progress
 
     def begin(self, modules: Iterable[torch.nn.Module], wrappers: Iterable[torch.nn.Module]) -> None:
-        """Begin a training of ``modules``; ``wrappers`` are DDP modules among them and their parts.
-
-        Ranks whose parameters have the same names and shapes do the same work: pipeline stages may not.
-        """
+        """Begin a training of ``modules``, with DDP's ``wrappers``; ranks with equal parameters do equal work."""
         if self._board is None:
             return
         named = [(name, *each.shape) for module in modules for name, each in module.named_parameters()]

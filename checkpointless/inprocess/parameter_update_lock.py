@@ -14,10 +14,7 @@ _UNKNOWN_STEP = -1
 
 @dataclass(frozen=True)
 class CommitState:
-    """What a rank knows about its own optimizer steps: the last one applied to all of its shard (-1: no complete
-    state yet), whether it is ``ready`` to apply the next one without other ranks, and whether it is ``torn``, by an
-    update that began and failed: the shard belongs to no step and must be refilled.
-    """
+    """A rank's steps: the last whole one (-1: none), ``ready`` for the next, ``torn`` by an update that failed."""
 
     committed: int
     ready: bool

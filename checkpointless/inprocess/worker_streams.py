@@ -1,8 +1,7 @@
 """Random numbers drawn in data-loader workers, made a function of the batch instead of the worker's history.
 
-Without this module, a worker's streams begin with a seed that the training process draws when it starts the worker,
-and after a fault the workers are new. Here they are set for every batch, from the seed of the job and the identity
-of the batch, however far the lost workers had read ahead.
+Torch's streams begin with a seed drawn when a worker starts; here every batch sets them, from job seed and
+identity.
 """
 
 from __future__ import annotations
@@ -129,10 +128,7 @@ def _is_iterable(loader: object) -> bool:
 
 
 class _WorkerStreams:
-    """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader; it acts in the worker that calls it.
-
-    ``key`` has seed, rank and stream; ``init`` is the loader's original function.
-    """
+    """The ``worker_init_fn`` of :func:`seed_data_workers`: ``key`` (seed, rank, stream); ``init``: the loader's."""
 
     def __init__(
         self, key: tuple[int, int, str], place: Callable[[], Place], init: Callable[[int], None] | None
@@ -143,7 +139,6 @@ class _WorkerStreams:
         self._home = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        """Prepare this worker."""
         if os.getpid() == self._home:  # not in a separate process: these streams are the training's
             if self.init is not None:
                 self.init(worker_id)
@@ -177,10 +172,7 @@ class _WorkerStreams:
 
 
 class _SeededFetcher:
-    """Torch's fetcher of one pass, with the streams set before each batch, by ``key`` and the batch.
-
-    ``numbers`` are those of this worker's batches; None: batches are identified by their indices.
-    """
+    """Torch's fetcher of one pass, which sets streams by ``key`` and the batch: its indices or ``numbers``."""
 
     def __init__(self, inner: Any, key: tuple[Any, ...], numbers: itertools.count[int] | None) -> None:
         self._inner = inner
@@ -188,7 +180,6 @@ class _SeededFetcher:
         self._numbers = numbers
 
     def fetch(self, index: Any) -> Any:
-        """Return the batch of ``index``."""
         # As bytes: an index may be of any type, and not every type's text is the same in two processes.
         batch = pickle.dumps(index, protocol=4) if self._numbers is None else next(self._numbers)
         _set_streams(self._key, "batch", batch)

@@ -87,9 +87,7 @@ logger = logging.getLogger(__name__)
 
 
 class HandedOver(NamedTuple):
-    """How many bytes a successor finds in the node's memory (0: no state), the ``problem`` if it finds none, the
-    ``source`` at which one on another node fetches the state ("": nothing is offered), and what ends that offer.
-    """
+    """Bytes for a successor in the node's memory, the ``problem`` if none, ``source`` of an offer, and its end."""
 
     nbytes: int = 0
     problem: str = ""
@@ -101,16 +99,10 @@ class _StateKeeper(Protocol):
     """Keeps the state of training from one run of the block to the next, as a ``CheckpointManager`` does."""
 
     def hold(self, error: BaseException | None = None) -> None:
-        """Take hold of the state that the block leaves, which ``error`` has ended.
-
-        It runs in the main thread after the abort, before frames are cleared and anything is cleaned up.
-        """
+        """Hold the state that ``error`` ended, in the main thread, after the abort, before anything is cleared."""
 
     def hand_over(self, high_water: int, address: str = "") -> HandedOver:
-        """Hand the state to a successor of this process, which ends.
-
-        With an ``address`` of this node, offer it there to one on another node, while this process waits.
-        """
+        """Hand the state to a successor of this process; at ``address``, offer it to one on another node."""
 
     def end(self) -> None:
         """Let go of everything that was kept for a fault, since the block has returned on all ranks."""
@@ -130,11 +122,7 @@ _left = 0  # in this process
 
 
 def _is_imported_by_child(fn: Callable[..., object]) -> bool:
-    """Return whether the script of ``fn`` is being imported by a process that it started, and say so if it is.
-
-    ``multiprocessing`` with "spawn" or "forkserver" imports the script in each new process, as ``__mp_main__``,
-    before that process does its work (Megatron's writer of checkpoints, say). No block is entered there.
-    """
+    """Return, and say, whether ``fn``'s script is imported by a process it started ("spawn"): no block there."""
     is_over = sys.modules["__main__"].__name__ == _IN_CHILD  # the import: then a block may be the child's work
     if is_over or getattr(fn, "__module__", "") != _IN_CHILD:
         return False
@@ -164,18 +152,13 @@ class _Blocks:
         return _BEGUN_ANEW if self._facts.get(_LEFT, 0) > self._number else ""
 
     def begin_training(self, when_left: Callable[[], None] = lambda: None) -> None:
-        """Note, at every entry, that this block trains; ``when_left`` is called when all ranks have left it.
-
-        Raises:
-            UnrecoverableError: another block has.
-        """
+        """Note at every entry that this block trains; ``UnrecoverableError`` if another has."""
         if self._facts.get(_TRAINED, self._number) != self._number:
             raise UnrecoverableError(_SECOND_TRAINING)
         self._facts.keep(_TRAINED, self._number)
         self._when_left = when_left
 
     def leave(self) -> None:
-        """Note that all ranks have left this block."""
         global _left
         self._when_left()
         _left = self._number + 1
@@ -195,9 +178,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 class _Succession:
     """Judges whether the block can be entered again in this process, and lets a successor take over.
 
-    A function may do what a process can do only once: it is taken for one that does if its block, of which this
-    process has made steps, raises at its entry before it comes to its training, or twice in a row before the first
-    step. ``unfit`` says in one line why this process cannot enter its block again ("": it can).
+    A function is taken for one that can be done once only if its block, of which steps were made, raises at its
+    entry before its training, or twice in a row before the first step. ``unfit`` says why ("": it can).
     """
 
     def __init__(
@@ -235,9 +217,7 @@ class _Succession:
     def wait_go(self, after_generation: int, keeper: _StateKeeper | None) -> Go:
         """Wait at the barrier for the next generation, and offer the state meanwhile if it is asked for.
 
-        If the state is to go to a successor, this process ends; but one whose state finds no room enters its block
-        again, unless it is known that it cannot. If this process is of the next generation, nobody else has taken
-        its place.
+        If the state goes to a successor, this process ends, unless it finds no room and the block can be entered.
         """
         left = HandedOver()
         while True:
@@ -307,10 +287,7 @@ _PAUSE_TICK_S = 0.005
 
 
 class _Pause:
-    """The wait of all ranks at one step boundary, outside of any collective, on which they agree in a vote.
-
-    ``is_agreed`` says whether this rank waits at the beginning of the next step.
-    """
+    """The wait of all ranks at one step boundary, agreed by a vote; ``is_agreed``: before the next step."""
 
     def __init__(self, generation: Generation, client: RankClient) -> None:
         self.is_agreed = False
@@ -322,10 +299,7 @@ class _Pause:
         return self._client.to_pause == self._generation.number
 
     def wait(self, beat: Callable[[], None], leave_if_over: Callable[[], None]) -> None:
-        """Wait until the agent ends the generation; if it does not, its coordinator is lost, and training goes on.
-
-        ``beat`` shows the agent that this rank does not hang; ``leave_if_over`` raises once the generation is over.
-        """
+        """Wait until the agent ends the generation, with ``beat`` for it, or, if its coordinator is lost, go on."""
         self.is_agreed = False
         wait_for_device()
         self._client.send(Paused(self._generation.number))
@@ -346,10 +320,10 @@ _CATCHABLE = frozenset(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
 def _with_caller(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], caller: object
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``fn``, with ``caller`` filled in if its parameter was omitted or None.
+    """Return the arguments of ``fn`` with ``caller``, if omitted or None.
 
-    It is the first parameter annotated ``HPCallWrapper``, ``Optional[HPCallWrapper]`` or similar, or named
-    ``caller`` without an annotation (or with one that allows anything).
+    Its parameter is the first annotated ``HPCallWrapper`` or similar, or named ``caller`` without another
+    annotation.
     """
     try:
         signature = inspect.signature(fn)
@@ -382,10 +356,7 @@ def _numpy_random() -> Any:
 
 
 class _Entry:
-    """The random streams, torch's modes and global hooks, and the working directory, at a first entry of the block.
-
-    A fault would leave what the block has changed in the processes that live on, and in no other.
-    """
+    """The random streams, torch's modes and global hooks, and working directory, at a first entry of the block."""
 
     def __init__(self) -> None:
         numpy = _numpy_random()
@@ -415,7 +386,6 @@ class _Entry:
                 torch.cuda.manual_seed(torch.initial_seed())
 
     def restore(self) -> None:
-        """Restore everything."""
         self.restore_streams()
         if self._folder is not None:
             os.chdir(self._folder)
@@ -439,11 +409,11 @@ def _hook_registries() -> Iterator[dict[int, Any]]:
 
 
 class _SignalHandlers:
-    """The signal handlers of this process at one point; empty outside the main thread, which alone can set them.
+    """The signal handlers at one point; empty outside the main thread, which alone can set them.
 
-    An interruption may keep Lightning from restoring those before ``fit``: a method of the old trainer would be
-    called on SIGTERM forever. Torch sets a SIGCHLD handler once per process, to detect data-loader workers that
-    die, and Lightning removes it, too, when ``fit`` is over; torch is made to set it again.
+    An interruption may keep Lightning from restoring those before ``fit``: SIGTERM would call the old trainer's
+    forever. Lightning also removes torch's SIGCHLD handler, set once to detect workers that die; torch sets it
+    again.
     """
 
     def __init__(self) -> None:
@@ -462,7 +432,6 @@ class _SignalHandlers:
 
 @contextmanager
 def _tracing(path: str | None, generation: int) -> Iterator[None]:
-    """Trace the body into ``path``, with rank and generation before its suffix; trace nothing if it is None."""
     if path is None:
         yield
         return
@@ -878,7 +847,6 @@ class HPCallWrapper:
 
 
 def _now() -> Generation:
-    """Return the generation of the running block, or else the one in which this process began."""
     return _active._now if _active is not None else Generation(own_generation())
 
 
@@ -893,11 +861,7 @@ def emit_event(name: EventName, **fields: Any) -> None:
 
 
 def not_exact(step: int, reason: str, **fields: Any) -> None:
-    """Report that a step, which is repeated after a fault, is not the one that it was.
-
-    Raises:
-        UnrecoverableError: the job is to end then (``--strict``).
-    """
+    """Report that a repeated step is not the one that it was; ``UnrecoverableError`` if ``--strict``."""
     emit_event(EventName.INEXACT, step=step, reason=reason, **fields)
     call = active_call_wrapper()
     if call is not None:
@@ -934,8 +898,5 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _is_return(error: BaseException | None) -> bool:
-    """Return whether the block ended normally: it returned, or left by ``sys.exit()`` or ``sys.exit(0)``.
-
-    A subclass of ``SystemExit`` does not count: Lightning ends a process that received SIGTERM with one.
-    """
+    """Return whether the block ended normally: not by a subclass of ``SystemExit``, as Lightning's for SIGTERM."""
     return error is None or (type(error) is SystemExit and exit_code(error) == 0)

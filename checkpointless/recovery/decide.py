@@ -70,10 +70,7 @@ class RankReport:
 
     @classmethod
     def gathered(cls, answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:
-        """Return the reports that the ranks have sent each other.
-
-        Of a rank that has lost all its streams, those count that the rank ``jump`` places further on keeps.
-        """
+        """Return the ranks' reports; lost streams count as kept by the rank ``jump`` places further on."""
         reports = []
         groups = CompactGroups(len(answers))
         for rank, answer in enumerate(answers):
@@ -230,7 +227,6 @@ def _assign(
 
 
 def _sources(groups: Sequence[Group], behind: Sequence[int]) -> dict[int, Parts]:
-    """Return, for each rank that is ``behind``, its parts with all their other holders."""
     lacking = set(behind)
     parts: dict[int, Parts] = dict.fromkeys(behind, ())
     for members in groups:
@@ -263,7 +259,6 @@ def _of_parts(parts: Mapping[int, Parts], make: Callable[[Parts], tuple[int, ...
 
 
 def _united(parts: Parts) -> tuple[int, ...]:
-    """Return the sources of all parts."""
     return tuple(sorted({source for _, sources in parts for source in sources}))
 
 

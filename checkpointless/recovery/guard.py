@@ -28,12 +28,7 @@ _Result = TypeVar("_Result")
 
 
 def vote(ends: bool = False) -> bool:
-    """Wait until every rank of the job holds its final gradients; return whether any says that the step is the
-    last.
-
-    Raises:
-        RankShouldRestart: the groups were aborted before every rank had come.
-    """
+    """Wait until all ranks have final gradients; return whether one ``ends``; ``RankShouldRestart`` if aborted."""
     wait_for_device()
     call = active_call_wrapper()
     asked = call is not None and call.pause.is_wanted
@@ -48,11 +43,7 @@ def vote(ends: bool = False) -> bool:
 
 
 class UpdateGuard:
-    """Guards the optimizer updates of a training, so that no fault leaves ranks on both sides of one.
-
-    Without a ``journal``, recovery from memory is off, and nothing is captured. ``own_vote`` returns once every
-    rank has called it; default: :func:`vote`.
-    """
+    """Guards updates, so that no fault leaves ranks on both sides of one; no ``journal``: nothing is captured."""
 
     def __init__(
         self,
@@ -67,12 +58,7 @@ class UpdateGuard:
         self._committed = committed
 
     def __call__(self, update: Callable[[], _Result]) -> _Result:
-        """Make the update of the step in the making, and return what ``update`` returned, which communicates
-        nothing.
-
-        Raises:
-            RankShouldRestart: a fault is being handled, so the update must not begin.
-        """
+        """Make the update, which communicates nothing; ``RankShouldRestart`` if a fault is being handled."""
         call, journal, step = self._call, self._journal, self._call.steps.making
         call.enter_phase("before_optimizer", step)
         if journal is not None:

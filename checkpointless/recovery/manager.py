@@ -73,10 +73,7 @@ def _report(
 
 
 def _find_loss(held: HeldState | None, own: RankLocalState, own_parts: _OwnParts, decision: Decision) -> str:
-    """Give every rank its random streams, and find out whether something is lost that it alone had. Collective.
-
-    Return why the state cannot be had from memory; "" if it can.
-    """
+    """Give every rank its streams; return why what ranks alone had is lost, "" if it is not. Collective."""
     target, _ = moment = decision.moment
     lost = own.find_streams(*moment)
     if lost:
@@ -101,10 +98,9 @@ def _find_loss(held: HeldState | None, own: RankLocalState, own_parts: _OwnParts
 
 
 def _find_lost_parts(held: HeldState | None, own_parts: _OwnParts, decision: Decision) -> list[str]:
-    """Compare the parts of the state that ranks keep for themselves, if a rank has lost its parts. Collective.
+    """Return which parts of the training data are lost: a peer's replaces one only if all are equal. Collective.
 
-    A peer's part can replace a lost one only if those of all ranks are equal. Return the names of the lost parts of
-    the training data. Of other parts a peer's is taken, with a warning: a callback may keep times of day.
+    Of other parts a peer's is taken, with a warning: a callback may keep times of day.
     """
     if not decision.refills:
         return []
@@ -415,10 +411,7 @@ class CheckpointManager(RankLocalKeeper):
         return decision
 
     def _take_copies(self) -> bool:
-        """Hold, on every rank, the state of the newest step of which tiers and living ranks have all. Collective.
-
-        Return whether there is such a step; if not, :attr:`refusal` says why.
-        """
+        """Hold, on all ranks, the newest step that tiers and living ranks have; or return False. Collective."""
         snapshot, why = self.copies.take(self._held, self.refusal)
         if why:
             self.refusal = f"{self.refusal}; {why}"
@@ -513,11 +506,7 @@ def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
 
 
 def running_block(call: HPCallWrapper | None) -> HPCallWrapper:
-    """Return ``call``, or the wrapper whose block is running in this process if it is None.
-
-    Raises:
-        ValueError: it is None, and no block is running.
-    """
+    """Return ``call`` or, if None, the wrapper whose block is running; ``ValueError`` if none is."""
     call = call if call is not None else active_call_wrapper()
     if call is None:
         raise ValueError("no block is running: train inside of a function that @HPWrapper() wraps")

@@ -25,10 +25,7 @@ from checkpointless.transfer.transfer import Fill, OnBucket, TransferReport, rec
 
 
 class Refill:
-    """Moves tensors of the state, and remembers what an interrupted transfer brought.
-
-    ``arrived`` are the tensors that a transfer had room for, filled or not, until :meth:`forget` is called.
-    """
+    """Moves the state, and remembers in ``arrived`` what an interrupted transfer brought, until :meth:`forget`."""
 
     def __init__(self) -> None:
         self.arrived: Mapping[Key, torch.Tensor] = {}
@@ -47,17 +44,11 @@ class Refill:
         memory_budget_bytes: int,
         on_bucket: OnBucket | None = None,
     ) -> tuple[Tree, TransferReport]:
-        """Put tensors in their place in ``state``. Every rank calls it that fills or is filled.
+        """Put tensors in place in ``state``. Every rank calls it that fills or is filled.
 
-        ``refills`` maps each rank to fill to its parts with their sources, the same on every rank. ``tensors`` is
-        what this rank holds, in the order that it has on every holder; None: nothing. In a rank that is filled they
-        need not be right. In another one, each is replaced by its successor as soon as that is filled. Return the
-        non-tensor state, which is the sources' in a rank that was filled; and what was moved.
-
-        Raises:
-            RuntimeError: this rank is not to be filled and holds nothing, or holds a tensor for a rank to fill of
-                which the decision does not know.
-            TransferError: a source was lost, or a bucket was damaged.
+        ``refills``: by rank to fill, alike everywhere; ``tensors``: what this rank holds, in the order of every
+        holder, each replaced as its successor is filled. Return the non-tensor state, and what was moved. Raises
+        ``RuntimeError`` if the decision does not fit, ``TransferError`` if a source was lost or a bucket damaged.
         """
         rank = dist.get_rank()
         if rank in refills:
@@ -106,10 +97,9 @@ class Refill:
         refills: Mapping[int, Parts],
         on_bucket: OnBucket | None,
     ) -> None:
-        """Fill every rank that has this rank as a source of a part.
+        """Fill every rank of which this rank is a source.
 
-        The non-tensor state goes with the first part of a rank, from a holder of all its parts; if there is none,
-        with each.
+        Non-tensor state goes with a rank's first part, from a holder of all of them; if there is none, with each.
         """
         rank = dist.get_rank()
         fills: dict[Group, list[Fill]] = defaultdict(list)
@@ -153,9 +143,7 @@ def _peers_first(sources: Sequence[int], parts: Parts) -> tuple[int, ...]:
 
 
 def _join_objects(state: TrainingState, objects: Mapping[Group, dict[str, Any]]) -> dict[str, Any]:
-    """Make the objects of one snapshot of those of a holder of each part, which are right for the tensors of that
-    part.
-    """
+    """Make one snapshot's objects of those of a holder of each part, which are right for its tensors."""
     first = objects[min(objects)]
     joined: dict[Key, Any] = {}
     for group, theirs in objects.items():

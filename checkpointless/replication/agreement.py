@@ -1,7 +1,4 @@
-"""How the ranks of a job agree: each sends all others what it knows, and what went wrong on one is raised on all.
-
-Without process groups, the job is this process alone.
-"""
+"""How the ranks of a job agree: each sends all others what it knows, and an error on one is raised on all."""
 
 from __future__ import annotations
 
@@ -27,12 +24,10 @@ class LocalCheckpointError(RuntimeError):
 
 
 def own_rank() -> int:
-    """Return this process's global rank."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks of the job."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -58,7 +58,6 @@ class _Lane:
         return self._left.is_set()
 
     def do(self, task: Callable[[], None]) -> None:
-        """Have ``task`` done after the tasks that were given before."""
         self._asked += 1
         self._tasks.put(task)
 
@@ -84,9 +83,8 @@ class _Lane:
 class Place:
     """A place that keeps copies, in one generation.
 
-    This process's memory (``is_memory``) answers at once and is lost with the process. Without an ``exchange``,
-    each rank keeps its own. ``present`` are the saves of which all parts are there that this rank writes;
-    ``is_busy``: one is still to be written.
+    This process's memory (``is_memory``) answers at once and is lost with it. Without an ``exchange``, each rank
+    keeps its own. ``present``: saves whose parts of this rank are all there.
     """
 
     name: str
@@ -97,12 +95,10 @@ class Place:
     is_busy: bool = False
 
     def note(self, save: SaveId, written: int) -> None:
-        """Note how many parts of a save are there."""
         if written == (1 if self.exchange is None else len(self.exchange.members)):
             self.present |= {save}
 
     def delete(self, is_meant: Callable[[SaveId], bool]) -> None:
-        """Delete saves."""
         self.store.delete(is_meant)
         self.present = frozenset(save for save in self.present if not is_meant(save))
 
@@ -128,11 +124,10 @@ Keep = Callable[[Place, SaveId], Collection[SaveId] | None]
 
 
 class Copier:
-    """Makes copies in one generation.
+    """Makes copies in one generation; ``making`` are those begun last.
 
-    ``is_of_use`` returns whether a save that lies in a place may be of use; None: nobody asks what lies there.
-    ``making`` are the copies that were begun last. ``error`` ended an exchange: what peers wait for is not known
-    any more.
+    ``is_of_use``: whether a save in a place may be (None: nobody asks). ``error`` ended an exchange: what peers
+    wait for is not known any more.
     """
 
     def __init__(
@@ -179,9 +174,7 @@ class Copier:
     def begin(
         self, save: SaveId, take: Callable[[], Content | None], due: Sequence[Place], exchanges: bool = True
     ) -> Making:
-        """Begin to copy what ``take`` returns in a thread (None: there is nothing). A place that still writes the
-        save before is left out, with a warning.
-        """
+        """Begin to copy what ``take`` returns, if any; a place still writing is left out, with a warning."""
         making = self.making = Making(save)
         ready = [place for place in due if not place.is_busy]
         for place in due:
@@ -197,9 +190,7 @@ class Copier:
         return making
 
     def wait(self, event: threading.Event, limit_s: float = math.inf) -> bool:
-        """Wait interruptibly for an event, or until nothing is made any more; return whether that was within the
-        limit.
-        """
+        """Wait interruptibly for an event or the end of all making; return whether within ``limit_s``."""
         if event.is_set():
             return True
         deadline_s = time.monotonic() + limit_s
@@ -290,8 +281,6 @@ class Copier:
     # --- in the thread of a place ---------------------------------------------------------------------------------
 
     def _look(self, place: Place, is_of_use: Callable[[SaveId], bool]) -> None:
-        """Look which saves of this rank are in a place."""
-
         def look() -> None:
             shelf = place.store.shelf(self._world_size)
             found = {save for save, parts in shelf.items() if self._rank in parts and is_of_use(save)}
@@ -306,7 +295,6 @@ class Copier:
             _attempt(place, partial(place.delete, lambda each: each not in used))
 
     def _write(self, place: Place, making: Making, parts: Sequence[Part]) -> None:
-        """Write parts to a place, in which what is of use stays."""
         try:
             if not self._writers[place].is_left:
                 self._make_room(place, making.save)

@@ -39,9 +39,7 @@ class CliqueExchange:
         self._place = self.members.index(dist.get_rank())
 
     def exchange(self, part: Part | None, pool: HostMemoryPool) -> Iterator[tuple[int, Part]]:
-        """Give ``part`` to all other members, and yield each of theirs, with the global rank that it is of. What a
-        member does not have (None), has no room for, or receives damaged costs that copy and a warning.
-        """
+        """Give ``part`` to all others; yield each of theirs with its rank, those that come undamaged."""
         nothing = torch.empty(0, dtype=torch.uint8)
         laid_out = part
         if part is not None and part.content.memory is None:
@@ -130,14 +128,11 @@ def _chunks(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def cliques_of(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]:
-    """Return the ranks that keep each other's parts, each group in ascending order, by their first ranks.
+    """Return the ranks that keep each other's parts, ascending, by their first; ``ValueError`` if not possible.
 
     With J the jump and F the factor, cliques are ``n, n + J, ..., n + (F - 1) J`` for ``n = a J F + b``, with a
-    from 0 to W / (J F) - 1 and b from 0 to J - 1 (the layout in the documentation of NVIDIA's
-    nvidia-resiliency-ext). If J is the size of a node, no two members are on the same node.
-
-    Raises:
-        ValueError: the world cannot be divided that way; the message says what would be possible.
+    from 0 to W / (J F) - 1 and b from 0 to J - 1 (as in nvidia-resiliency-ext's documentation): if J is the size of
+    a node, no two members are on one.
     """
     if jump < 1 or factor < 1:
         raise ValueError(f"replication_jump and replication_factor must be positive, not {jump} and {factor}")
@@ -156,10 +151,11 @@ def cliques_of(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]
 
 
 def clique_group(jump: int, factor: int) -> dist.ProcessGroup:
-    """Make the process groups of all cliques, and return that of this rank's. Collective. All ranks make all
-    groups: torch names a group that only its members make after those that each has made before. They are gloo's,
-    since parts lie in host memory, with the timeout of the job's group; a ``jump`` of 0 is the number of ranks on a
-    node. ``ValueError`` if the ranks ask for different cliques, or cannot be divided that way.
+    """Make gloo's groups of all cliques (parts are in host memory), and return this rank's. Collective.
+
+    All ranks make all groups: torch names one after those made before, which differ where Megatron has groups of
+    pipeline stages. They get the timeout of the job's group, which none inherits. A ``jump`` of 0: a node's ranks.
+    ``ValueError`` if ranks ask for different cliques, or the world or node does not allow them.
     """
     jump = jump or int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "0"))
     asked = {(each[0], each[1]) for each in all_gather_json([jump, factor])}

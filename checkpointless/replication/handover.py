@@ -1,12 +1,9 @@
 """The state of a rank on its way from a process to its successor, in the memory of the node.
 
-A process that cannot enter its block again writes what it holds into a part file (as local checkpoints are) in a
-folder of shared memory that the agent has made for this user only. The successor reads it, compares every digest,
-and holds the state as if it had lived through the fault: the ranks decide on it like on any other. Nothing is
-unpickled. The file stays until training goes on, so that a further process of the rank finds it, too.
-
-If the successor is on another node, the process does not end: it waits and sends the same part over the network to
-whoever proves that it knows a secret, which the coordinator has passed on to the successor.
+A process that cannot enter its block again writes a part file (as of local checkpoints) into shared memory of this
+user. The successor compares every digest, and holds the state as if it had lived through the fault. The file stays
+until training goes on, for a further process. If the successor is on another node, the process waits and sends the
+part to whoever proves that it knows a secret, which the coordinator has passed on.
 """
 
 from __future__ import annotations
@@ -55,10 +52,7 @@ _NO_FOLDER = "the agent has no folder in shared memory for it"
 
 
 def hand_over(leaves: Snapshot | None, own: RankLocalState, high_water: int) -> tuple[int, str]:
-    """Write what this process leaves (None: nothing new) into the memory of the node, after the update of step
-    ``high_water`` if it holds those gradients. Return how many bytes the successor finds, and why it could not be
-    done ("": it was).
-    """
+    """Write what this process leaves into the node's memory; return its bytes, and why it failed ("": not)."""
     root = _root()
     if root is None:
         return 0, _NO_FOLDER
@@ -79,9 +73,7 @@ def hand_over(leaves: Snapshot | None, own: RankLocalState, high_water: int) -> 
 
 
 def offer(leaves: Snapshot | None, own: RankLocalState, high_water: int, address: str) -> tuple[str, str]:
-    """Offer the same at an ``address`` of this node to a successor on another one. Return what the successor needs
-    to fetch it ("": there is nothing), and why it could not be done ("": it was).
-    """
+    """Offer the same at ``address`` to a successor on another node; return what that needs, and why not."""
     global _offering
     clear()
     if leaves is None:
@@ -169,7 +161,6 @@ class _Offering:
         threading.Thread(target=self._serve, name="checkpointless-offering", daemon=True).start()
 
     def close(self) -> None:
-        """Stop; ``shutdown`` wakes the thread."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -295,12 +286,7 @@ Saves = Sequence[tuple[int, int, int, bool]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The whole state of one rank.
-
-    Attributes:
-        begun: the last fit of the block that is known to have begun.
-        saves: the background saves whose end this rank has not gone through; their writers end with the process.
-    """
+    """The whole state of one rank; ``begun``: the last fit known to have begun; ``saves``: in the background."""
 
     held: HeldState
     begun: int = 0
@@ -310,9 +296,7 @@ class Snapshot:
 
     @classmethod
     def taken(cls, journal: StepJournal, own: RankLocalState, step: int, fit: int, offset: int) -> Snapshot | None:
-        """Return the state of this rank right after the update of ``step``, its tensors as they live; None if it
-        has no such snapshot.
-        """
+        """Return the state right after the update of ``step``, its tensors as they live; None: no snapshot."""
         moment, streams = journal.snapshots(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
         if moment is None or streams is None:
             return None
@@ -351,9 +335,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, content: Content) -> Snapshot:
-        """Return the snapshot that :meth:`content` made; numbers and what objects refer to are on the device on
-        which they were. Raise ``ValueError`` if it did not make this.
-        """
+        """Return what :meth:`content` made, all on the devices where it was; ``ValueError`` if it was not."""
         try:
             structure, told, count = state_tree.loads(content.structure)
             plain = Content(structure, content.tensors[:count]).state(

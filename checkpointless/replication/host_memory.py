@@ -19,10 +19,7 @@ _WASTE = 2  # a piece is used again for parts of at least this fraction of its s
 
 
 class HostMemoryPool:
-    """Pieces of host memory, for one thread. One whose contents nobody holds any more is used again.
-
-    Where there is no memory, its methods raise ``MemoryError``, or ``RuntimeError``, as torch says it.
-    """
+    """Pieces of host memory for one thread, used again once unheld; ``MemoryError`` or ``RuntimeError`` if none."""
 
     def __init__(self) -> None:
         self._free: list[_Piece] = []
@@ -46,9 +43,7 @@ class HostMemoryPool:
         return Part.within(header, content.tensors, content.memory)
 
     def copy(self, content: Content, ready: torch.cuda.Event | None = None) -> Content:
-        """Return a copy of a content in one piece of memory, made after the event ``ready`` of CUDA, if there is
-        one.
-        """
+        """Return a copy of a content in one piece of memory, made after CUDA's event ``ready``, if any."""
         copied = self.content(content.structure, content.tensors)
         _copy_into(copied, content.tensors, ready)
         return copied
@@ -78,10 +73,7 @@ class _Use:
 
 
 class _Piece:
-    """A piece of host memory, page-locked where there is a GPU.
-
-    torch's own pinned memory rounds each piece up to a power of two, and keeps it when it is given back.
-    """
+    """Host memory, page-locked if there is a GPU: torch's would round up to powers of two, and keep it."""
 
     def __init__(self, nbytes: int) -> None:
         self._process, self._is_locked = os.getpid(), False
@@ -124,10 +116,7 @@ def _rounded(nbytes: int) -> int:
 
 
 def _lock_pages(buffer: torch.Tensor) -> bool:
-    """Lock the pages of ``buffer``, so that copies are quick; without it they are right, too.
-
-    Return whether they are locked, and have to be unlocked before the memory is given back.
-    """
+    """Lock the pages of ``buffer``, for speed alone; return whether they have to be unlocked."""
     if not torch.cuda.is_initialized() or buffer.numel() == 0:
         return False
     cudart: Any = torch.cuda.cudart()

@@ -1,8 +1,7 @@
 """Checkpoints in a directory of each node: the level below recovery from memory and above shared storage.
 
-Every rank writes its part into its node's directory. With a replication strategy, the other ranks of its clique
-write it into theirs, too. A search finds the newest save of which every part is undamaged somewhere. All ranks
-decide alike, since they decide by what they have sent each other.
+Every rank writes its part into its node's directory, and those of its clique, if any, write it into theirs. All
+ranks decide alike, since they decide by what they have sent each other.
 """
 
 from __future__ import annotations
@@ -279,9 +278,9 @@ class LocalCheckpointManager:
     # --- agreement ------------------------------------------------------------------------------------------------
 
     def _open(self, call: str, iteration: int | None = None) -> tuple[str, set[SaveId]]:
-        """Begin a call: all ranks learn that all make the same call; where one, maybe new, knows something else,
-        none relies on it. Return a token for a new save, the same on all ranks, and the saves that any rank takes
-        for being made.
+        """Begin a call, the same on all ranks; return a token for a save, and what any rank takes for being made.
+
+        A rank whose process is new may know less than the others; then no rank relies on what it knew.
         """
         told = gather(
             {
@@ -322,9 +321,7 @@ class LocalCheckpointManager:
     # --- saving ---------------------------------------------------------------------------------------------------
 
     def _prepare(self, state: Tree, iteration: int, is_async: bool) -> tuple[Content, Tree]:
-        """Check and copy what can be, before other ranks are needed; return the content, and its state for peers,
-        if there are any.
-        """
+        """Check and copy what must be before others are needed; return the content, and its state for peers."""
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
         content = content_of(_plain(state))
@@ -365,7 +362,6 @@ class LocalCheckpointManager:
 
 
 def _write(store: PartStore, contents: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
-    """Write the parts of a save, which may be done in a process of its own."""
     write_parts(store, [Part.sealed(part, world_size, content) for part, content in contents], holder)
 
 
@@ -590,15 +586,12 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[_Eager]):
         return self._built
 
     def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
-        """Exchange checkpoints as the strategy does."""
         return self.replication_strategy.replicate(local_ckpt, id_)
 
     def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Plan:
-        """Plan a retrieval as the strategy does."""
         return self.replication_strategy.retrieve_plan(globally_available_ids, wanted)
 
     def retrieve_execute(self, *args: Any, **kwargs: Any) -> dict[str, Tree]:
-        """Carry a plan out as the strategy does."""
         return self.replication_strategy.retrieve_execute(*args, **kwargs)
 
 

@@ -44,9 +44,7 @@ class PartError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class SaveId:
-    """Names one save of all ranks, by 24 hexadecimal digits that they share and no other save has. A later save is
-    greater.
-    """
+    """Names one save of all ranks by 24 hexadecimal digits that no other has; a later one is greater."""
 
     iteration: int
     token: str
@@ -111,16 +109,12 @@ class Content:
 
     @classmethod
     def of(cls, state: Tree) -> Content:
-        """Take a nested state apart, whose tensors are referenced; ``StateTreeError`` says what cannot be stored
-        safely.
-        """
+        """Take a nested state apart, referencing its tensors; ``StateTreeError`` says what cannot be stored."""
         structure, tensors = state_tree.split(state, inline_bytes=-1, taken=_stored)
         return cls(structure, tuple(tensors))
 
     def state(self, placed: Callable[[torch.Tensor, str], torch.Tensor] = lambda tensor, _: tensor) -> Tree:
-        """Return the state, put together again; ``placed`` returns a tensor where it belongs, given on which kind
-        of device it was. ``ValueError`` if structure and tensors do not belong together.
-        """
+        """Return the state; ``placed`` returns a tensor where it belongs, given its kind of device."""
         return state_tree.join(self.structure, self.tensors, placed)
 
     def copy(self) -> Content:
@@ -129,10 +123,7 @@ class Content:
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without its autograd history.
-
-    Of a parameter that TransformerEngine keeps in FP8, it is the values that it stands for, as in Megatron's saves.
-    """
+    """Return ``tensor`` without autograd history; for a parameter in FP8 its values, as in Megatron's saves."""
     return (tensor.dequantize() if hasattr(tensor, "_quantizer") else tensor).detach()
 
 
@@ -148,7 +139,6 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     tensors: list[tuple[str, list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]], int]]
 
     def empty(self) -> Sequence[torch.Tensor]:
-        """Return tensors of the dtypes and shapes, without memory."""
         return [torch.empty(shape, dtype=dtype_of(dtype), device="meta") for dtype, shape, _ in self.tensors]
 
     @classmethod
@@ -189,7 +179,6 @@ class Part:
         return cls(PartId.parse(header.id), header.world_size, content, tuple(each for *_, each in header.tensors))
 
     def header(self) -> bytes:
-        """Return everything but the tensors as bytes."""
         shapes = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in self.content.tensors]
         tensors = [(*shape, each) for shape, each in zip(shapes, self.digests, strict=True)]
         return msgspec.msgpack.encode(Header(str(self.id), self.world_size, self.content.structure, tensors))
@@ -235,7 +224,6 @@ class Part:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    """Return the xxh3-64 of the bytes of a tensor."""
     found = xxhash.xxh3_64()
     for chunk in chunks(tensor):
         found.update(chunk)

@@ -42,10 +42,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the ranks are filled from; without a ``save``, there is none of which every rank's part exists.
-
-    ``lacking`` are the ranks whose parts are missing in the saves that are newer, the newest first.
-    """
+    """What ranks are filled from; no ``save``: none is whole, and ``lacking`` are ranks missing in newer ones."""
 
     save: SaveId | None = None
     copies: tuple[Copy, ...] = ()
@@ -95,11 +92,7 @@ def _usable_copies(holdings: Holdings, places: Sequence[str], unusable: Collecti
 
 
 def _cheapest(copies: Mapping[int, Sequence[Copy]], places: Sequence[str]) -> tuple[Copy, ...]:
-    """Return a copy of each part, in their order.
-
-    A copy that the part's own rank can read is better than another one of the same place; among those of others,
-    ranks take turns, so that no one has to read and send much more than another.
-    """
+    """Return a copy of each part, in order, best by place, then of its own rank; other ranks take turns."""
     duties: dict[int, int] = defaultdict(int)
     chosen = []
     for part in sorted(copies, key=lambda each: (all(copy.holder != each for copy in copies[each]), each)):
@@ -119,9 +112,8 @@ def _cheapest(copies: Mapping[int, Sequence[Copy]], places: Sequence[str]) -> tu
 class Search(Generic[_T]):
     """Looks for parts in the places of all ranks. Making one, and each call, is a collective.
 
-    ``read`` makes of a copy what is wanted of it, given whether this rank's own state comes from it; a
-    ``PartError`` or an ``OSError`` says that it cannot be used. ``living`` is what else this rank has, by the
-    name of the place: that need not be read.
+    ``read`` makes of a copy what is wanted, given whether this rank's state comes from it; ``living``: what it has
+    without reading. ``PartError`` or ``OSError``: it cannot be used.
     """
 
     def __init__(
@@ -140,9 +132,7 @@ class Search(Generic[_T]):
         ]
 
     def read(self, choose: Callable[[Collection[Copy]], Choice]) -> tuple[Choice, dict[Copy, _T]]:
-        """Choose copies on all ranks alike and read this rank's share; choose again, without them, if some turn out
-        to be damaged. Collective.
-        """
+        """Choose copies on all ranks alike and read this rank's share, again without damaged ones. Collective."""
         unusable: set[Copy] = set()
         found: dict[Copy, _T] = {}
         while True:
@@ -204,9 +194,7 @@ def _shelf(name: str, store: PartStore, world_size: int) -> dict[PartId, Sequenc
 
 
 def bring(choice: Choice, read: Mapping[Copy, Part]) -> tuple[Content | None, int]:
-    """Give every rank its part, and return this rank's (None: it need not be read) and how many bytes came from
-    another rank. Collective. A part that did not arrive whole is a ``TransferError`` once all others were sent.
-    """
+    """Give every rank its part; return this one's, if read, and bytes from others; raise at the end. Collective."""
     deliveries = [
         Delivery(copy.holder, copy.part.part, (str(copy.part),))
         for copy in choice.copies
@@ -232,9 +220,10 @@ def deliver(
     room: Callable[[str], torch.Tensor | None] = lambda name: None,
     device: torch.device = _HOST,
 ) -> dict[str, Any]:
-    """Make this rank's deliveries in a thread, in one order on all ranks, even after damage in one: other ranks
-    wait for the next one. ``room`` returns the tensor that one goes to (None: a new one, on ``device``). Return
-    what has arrived, by name; raise the first error of what did not arrive whole.
+    """Make this rank's deliveries, in one order on all ranks, in a thread; return what arrived, by name.
+
+    Damage in one is raised after all: others wait for the next. ``room`` is where one goes (None: new, on
+    ``device``).
     """
     arrived: dict[str, Any] = {}
     problems: list[TransferError | ValueError] = []

@@ -149,9 +149,7 @@ def open_store(place: str | os.PathLike[str], *folders: str) -> PartStore:
 
 
 def write_parts(store: PartStore, parts: Sequence[Part], holder: int) -> int:
-    """Write the parts that can be written, maybe in another process, and return their number; a warning says which
-    cannot: other ranks wait to hear which parts there are.
-    """
+    """Write the parts that can be; return how many, with warnings: other ranks wait to hear which there are."""
     written = 0
     for part in parts:
         try:
@@ -187,7 +185,6 @@ class _FileName:
 
     @property
     def unfinished(self) -> str:
-        """The name of the file while it is being written."""
         return f".{self}.tmp"
 
     @classmethod
@@ -208,7 +205,6 @@ class _PartFile:
     name: _FileName
 
     def read(self, is_shared: bool = False) -> Part:
-        """Read the file; raise ``PartError`` if it is damaged, or not the part that its name says."""
         with open(self.path, "rb") as file:
             part = Part.read_from(file, os.fstat(file.fileno()).st_size, str(self.path))
         if (part.id, part.world_size) != (self.name.id, self.name.world_size):
@@ -224,7 +220,6 @@ class DirectoryStore:
         self._make()
 
     def _make(self) -> None:
-        """Make the directory, for this user only, if it does not exist."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = self.root.stat()
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -1,10 +1,8 @@
 """States that know their tensors, as frameworks hand them to a manager of local checkpoints.
 
-The interface is that of NVIDIA's nvidia-resiliency-ext (``TensorAwareStateDict``, ``BasicTensorAwareStateDict``;
-its guide to local checkpointing), whose classes, and those of Megatron-core, are taken as well. To be stored, a
-state is taken apart into a tree of plain values and its tensors, and put together again as the same class; how this
-is done is the *form* of the class. A class is found among the known forms and is never imported by a name from a
-file or a peer.
+The interface is that of nvidia-resiliency-ext (``TensorAwareStateDict``, ``BasicTensorAwareStateDict``), whose
+classes, and Megatron-core's, are taken as well. The *form* of a class says how its states are taken apart and put
+together; a class is never imported by a name from a file or a peer.
 """
 
 from __future__ import annotations
@@ -82,17 +80,14 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, in the order of the state."""
         self._require(hollow=False)
         return iter(self._leaves(torch.Tensor))
 
     @property
     def is_hollow(self) -> bool:
-        """Whether the tensors are out."""
         return self._is_hollow
 
     def pop_tensors(self) -> list[torch.Tensor]:
-        """Take the tensors out, and return them."""
         taken = list(self.tensors)
         self.state_dict = _mapped(
             self.state_dict, torch.Tensor, lambda tensor: _Place(tensor.shape, tensor.dtype, tensor.device)
@@ -111,14 +106,12 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         self._is_hollow = False
 
     def init_tensors(self) -> None:
-        """Put new tensors of the same shapes, dtypes and devices in the places of those taken out."""
         self._require(hollow=True)
         self.insert_tensors(
             torch.empty(place.shape, dtype=place.dtype, device=place.device) for place in self._leaves(_Place)
         )
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Put copies in host memory in the places of the tensors."""
         if self._devices is None:
             self._devices = [tensor.device for tensor in self.tensors]
         self.state_dict = _mapped(
@@ -128,7 +121,6 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         )
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """Move the tensors to the devices on which they were."""
         self._require(hollow=False)
         if self._devices is None:
             return
@@ -180,9 +172,7 @@ def is_tensor_aware(state: object) -> bool:
 
 
 def content_of(state: Tree) -> Content:
-    """Take a nested or tensor-aware state apart, which is not changed; its tensors are referenced, not copied.
-    Raise ``StateTreeError`` if something in it cannot be stored safely, or it is hollow or of an unknown class.
-    """
+    """Take a state apart, referencing its tensors; ``StateTreeError`` if unsafe, hollow or of an unknown class."""
     if not is_tensor_aware(state):
         return Content.of(_plain(state))
     name = _name(type(state))
@@ -205,9 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 def state_of(content: Content) -> Tree:
-    """Return the state that :func:`content_of` took apart, as the class that it was; ``ValueError`` if that is not
-    known here.
-    """
+    """Return the state of :func:`content_of` in its class; ``ValueError`` if that is not known here."""
     state = content.state()
     if not isinstance(state, dict) or _FORM not in state:
         return state
@@ -271,7 +259,6 @@ def _nvrx_together(tree: Tree) -> Any:
 
 
 def _here(kind: str) -> torch.device:
-    """Return this rank's device of a kind; host memory if it has none of that kind."""
     if kind == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

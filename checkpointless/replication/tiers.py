@@ -249,9 +249,7 @@ TIERS: Mapping[str, type[Tier]] = {
 
 
 def make_tiers(settings: Mapping[str, Mapping[str, Any] | None]) -> list[Tier]:
-    """Return the tiers that a recipe asks for, by names in :data:`TIERS`, or dotted names of classes of one's own;
-    the message of a ``ValueError`` is one line that says what to do.
-    """
+    """Return the tiers of a recipe, by names in :data:`TIERS` or dotted ones; ``ValueError`` says what to do."""
     made = []
     for name, arguments in settings.items():
         kind = TIERS.get(name) or _imported(name)
@@ -281,15 +279,12 @@ _MOST = 256  # generations; copies of earlier ones are too old to be of use
 
 
 class _Lineage(msgspec.Struct, frozen=True, array_like=True):
-    """The generations that made the steps which the running training comes from, and the step after which each
-    began, both ascending.
-    """
+    """The generations whose steps the training comes from, and after which step each began, both ascending."""
 
     job: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
     begun: tuple[tuple[int, int], ...] = ()
 
     def begin(self, generation: int, step: int) -> _Lineage:
-        """Return the lineage of a training that goes on in ``generation`` after ``step``."""
         kept = [(number, after) for number, after in self.begun if after < step and number <= generation]
         if kept and kept[-1][0] == generation:  # another fit of the same block
             return _Lineage(self.job, tuple(kept))
@@ -318,10 +313,11 @@ _FACT = "lineage"
 
 
 class Copies:
-    """Makes copies of this rank's state, and keeps its neighbors', in threads while training goes on; tiers are
-    asked in the order of their costs. All ranks call each method together. Training waits for the copy in host
-    memory before its next update, for neighbors before copies are due again, and for directories never: a save is
-    left out if one is too slow.
+    """Makes copies of this rank's state, and keeps its neighbors'. All ranks call each method together.
+
+    The state is copied to host memory in a thread, sent to neighbors from there, and written to directories in
+    another. Training waits for the first before its next update, for the second before copies are due again, for
+    the third never: if a directory is too slow, a save is left out. Two tiers of one name: ``ValueError``.
     """
 
     def __init__(self, tiers: Sequence[Tier] = ()) -> None:
@@ -345,9 +341,9 @@ class Copies:
     # --- at the begin of a generation -----------------------------------------------------------------------------
 
     def begin(self, generation: int, step: int, facts: Facts | None, group: Sequence[int]) -> None:
-        """Begin to make copies, in a generation whose training begins after ``step``; ``group`` holds the same
-        shard as this rank. Collective. In the first generation, a tier that cannot be used is an
-        ``UnrecoverableError``.
+        """Begin to make copies of a training from ``step``; ``group`` holds the same shard. Collective.
+
+        In the first generation, a tier that cannot be used is an ``UnrecoverableError``.
         """
         if generation == self._generation:
             self._wait_for_neighbors()  # an earlier fit of this block, which left its loop
@@ -378,9 +374,7 @@ class Copies:
         return Place(tier.name, store, tier.is_memory, exchange, present)
 
     def agree(self, facts: Facts | None) -> _Lineage:
-        """Learn from the other ranks what the training comes from (a new lineage if nobody knows), and require the
-        same tiers. Collective.
-        """
+        """Learn what the training comes from (else a new lineage), and require the same tiers. Collective."""
         known = self.lineage
         if known is None and facts is not None and facts.get(_FACT) is not None:
             known = msgspec.convert(facts.get(_FACT), _Lineage)
@@ -394,9 +388,7 @@ class Copies:
         return self.lineage
 
     def open(self, required: bool = False) -> None:
-        """Open the stores of all tiers, unless that was done. Collective. A tier that cannot be used raises if it
-        is ``required``; else it costs its copies, with a warning.
-        """
+        """Open all tiers, once; one that cannot be used raises if ``required``, else only warns. Collective."""
         assert self.lineage is not None
         problems = []
         for tier in self.tiers:
@@ -417,9 +409,7 @@ class Copies:
     # --- a recovery from copies -----------------------------------------------------------------------------------
 
     def take(self, held: HeldState | None, refusal: str) -> tuple[Snapshot | None, str]:
-        """Find the newest step of which living ranks and tiers have all states. Collective. Return this rank's
-        state (None: the one that it holds), and why there is no such step ("": there is).
-        """
+        """Find the newest step that living ranks and tiers have whole; return its state, why not. Collective."""
         call, rank = active_call_wrapper(), dist.get_rank()
         with span(EventName.COPIES, why=refusal) as fields:
             lineage = self.agree(call.facts if call is not None else None)
@@ -451,9 +441,7 @@ class Copies:
     # --- while training -------------------------------------------------------------------------------------------
 
     def make(self, step: int, take: Callable[[], Snapshot | None]) -> None:
-        """Begin to make copies of the state after ``step``, which ``take`` returns, in the tiers in which they are
-        due. Collective.
-        """
+        """Begin to copy the state after ``step``, which ``take`` returns, into tiers that are due. Collective."""
         copier, lineage = self._copier, self.lineage
         if copier is None or lineage is None:
             return
@@ -524,9 +512,7 @@ class Copies:
             logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
 
     def _wait(self, copier: Copier, event: Event) -> None:
-        """Wait interruptibly for an event of what is being made, and raise what has ended the copying: a neighbor
-        is gone.
-        """
+        """Wait interruptibly for an event; raise what has ended the copying: a neighbor is gone."""
         copier.wait(event)
         if copier.error is not None:
             raise copier.error
@@ -583,9 +569,7 @@ class _UnusableStore:
 
 
 def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, int]:
-    """Return how many ranks apart each tier's copies are, by its name, if possible not within a replica ``group``,
-    with which they would be lost. Collective.
-    """
+    """Return each tier's distance of copies, if possible out of a ``group`` lost at once. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = gather(int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)))
     node = int(sizes[0])

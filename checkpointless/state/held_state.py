@@ -85,25 +85,22 @@ class HeldState:
         self.tear()
 
     def tear(self) -> None:
-        """Record that the state belongs to no step."""
         self.commit = CommitState(self.commit.committed, ready=False, torn=True)
 
     def use(self) -> None:
         """Begin a recovery. What a script has written to since the fault is given up.
 
-        A script that uses the same model in each entry of the block, one from outside of it or from a cache, may
-        give it other weights: ``DistributedDataParallel`` gives it those of a process that is new.
+        A model from outside of the block may get other weights at its entry: DDP sends those of a new process.
         """
         if not self.is_used and not self.commit.torn:
             self._give_up_what_is_written()
         self.is_used = True
 
     def outlive(self, memory_is_short: bool = False) -> None:
-        """Stay what is held over a further fault, before the recovery was complete.
+        """Stay what is held over a further fault; if memory was short, give up what replicas have.
 
-        If memory did not suffice next to the held state: the old trainer takes as much of it as the new one, so
-        an update that is still to be made is given up if replicas have it. The state itself is given up if they
-        cannot fill the rank next to it. What may exist only here is kept.
+        The old trainer takes as much as the new one: an update that is still to be made is given up, and the state
+        if replicas cannot fill the rank next to it. What may exist only here is kept.
         """
         if memory_is_short and self.journal is not None and self.has_replicas:
             logger.warning("memory does not suffice beside a trainer that has an update to make: it is given up")
@@ -147,10 +144,7 @@ class HeldState:
         offset: int,
         is_frozen: Callable[[Key], bool] = lambda key: False,
     ) -> HeldState:
-        """Hold the state of a training, unless code outside the update has changed it.
-
-        ``is_frozen`` returns which tensors have digests although no update changes them.
-        """
+        """Hold a training's state, unless code outside the update changed it; ``is_frozen``: never updated."""
         changed = journal.changed() if not commit.torn else ""
         if changed:
             logger.error("this rank's state is given up: %s", changed)
@@ -212,10 +206,7 @@ class HeldState:
         return self.moments
 
     def offload(self) -> None:
-        """Move the tensors that lie on a device to host memory.
-
-        Numbers stay: where they lie tells an optimizer which kernel to use, and they take no room.
-        """
+        """Move tensors on a device to the host, but numbers: where they lie tells an optimizer its kernel."""
         moved = {key: tensor for key, tensor in self.tensors.items() if tensor.dim() and not is_on_host(tensor)}
         copied = _host_memory.copy(Content(b"", tuple(moved.values())), recorded())
         self.tensors.update(zip(moved, copied.tensors))
@@ -225,7 +216,5 @@ class HeldState:
 
 
 def _without_gradients(state: TrainingState) -> dict[Key, torch.Tensor]:
-    """Return the tensors of ``state``, which hold no gradients through the re-entry (Megatron's are views of a
-    buffer).
-    """
+    """Return the tensors of ``state`` without gradients (Megatron's are views of a buffer)."""
     return {key: tensor.detach() for key, tensor in state.tensors().items()}

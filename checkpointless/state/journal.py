@@ -82,10 +82,7 @@ class FrontEnd:
         """Make, inside the lock, what belongs to an update that is applied; ``changes``: it was not skipped."""
 
     def committed(self, step: int, ready: Captured, before: StepBefore | None) -> Callable[[], Objects] | None:
-        """Capture what the commit of ``step`` leaves; ``before`` is the newest snapshot of the step before.
-
-        Return what makes plain data of it; None: no snapshot can be made.
-        """
+        """Return what makes plain data of what the commit of ``step`` leaves, or None: no snapshot."""
         return ready.objects
 
     def reached(self, step: int, point: SnapshotPoint) -> Captured:
@@ -107,8 +104,8 @@ _Pending = tuple[int, Captured, _Taken]  # the step in the making, and model and
 class StepJournal:
     """Keeps what a rank needs to resume at its newest step boundaries.
 
-    ``keeper`` keeps random streams and buffers of this rank, over faults, too; ``front`` what else belongs to the
-    training. ``built`` is what can stay built over a fault; None: nothing.
+    ``keeper`` keeps streams and buffers, over faults, too; ``front`` what else belongs to the training; ``built``:
+    what can stay built over a fault.
     """
 
     def __init__(self, state: TrainingState, keeper: RankLocalKeeper, front: FrontEnd) -> None:
@@ -159,13 +156,7 @@ class StepJournal:
             self._keeper.own.keep_buffers(step, SnapshotPoint.COMMITTED, buffers)
 
     def reached(self, step: int, point: SnapshotPoint, keeps_streams: bool = True) -> None:
-        """Capture the state of the point after ``step`` that the training has reached.
-
-        Unless ``keeps_streams``, they have not moved since they were kept for this point.
-
-        Raises:
-            UnrecoverableError: the state has something in it that could not be given to a new process.
-        """
+        """Capture the point after ``step`` that is reached, with the streams unless they have not moved."""
         buffers, captured = self.state.buffers.take(), self._front.reached(step, point)
         taken = self._take(point, captured.objects, buffers)
         if point not in self._travel:
@@ -222,14 +213,11 @@ class StepJournal:
 
     @property
     def newest(self) -> tuple[int, SnapshotPoint] | None:
-        """The newest step, and the point that this rank has reached after it; None: the training has not begun."""
+        """The newest step and the point reached after it; None: the training has not begun."""
         return max([key for key in self._taken if key[1] is not SnapshotPoint.ACCUMULATED], default=None)
 
     def snapshots(self, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
-        """Return the state apart from the tensors at every point after ``step`` that can be resumed at.
-
-        None contains what the next step has already changed, or what is half done.
-        """
+        """Return the non-tensor state at each point after ``step`` to resume at, whole and of this step only."""
         found = {
             point: taken
             for (at, point), taken in sorted(self._taken.items())
@@ -244,7 +232,6 @@ class StepJournal:
         return {point: StepSnapshot(taken(), taken.buffers) for point, taken in found.items()}
 
     def objects(self) -> Objects:
-        """Return the objects of the newest snapshot."""
         assert self.newest is not None
         return self._taken[self.newest]()
 
@@ -260,9 +247,7 @@ class StepJournal:
         return found
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parts of a snapshot's objects, by name, that may differ between ranks
-        (:meth:`FrontEnd.own_parts`).
-        """
+        """Return what :meth:`FrontEnd.own_parts` does."""
         return self._front.own_parts(objects)
 
     def finish_update(self) -> None:

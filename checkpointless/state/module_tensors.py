@@ -1,7 +1,4 @@
-"""The tensors of modules and their torch optimizers, by key, in the same order on every replica.
-
-What is cheap to capture of optimizers at every step: their param groups; and which schedulers change those.
-"""
+"""The tensors of modules and their torch optimizers, by key, in the same order on every replica."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def _spread_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return what an optimizer keeps for a parameter: ``part``, or a DTensor of it if the parameter is one.
-
-    A ``part`` of another shape than this rank's part of the parameter, as numbers have, stays as it is.
-    """
+    """Return ``part``, as a DTensor if the parameter is one; a number, or one of another shape, stays as it is."""
     if not is_sharded(parameter) or part.shape != local_part(parameter).shape:
         return part
     like: Any = parameter
@@ -45,10 +39,7 @@ _SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version ha
 
 
 class BufferCopies:
-    """Takes copies of modules' buffers. A large buffer that did not change between two copies is kept once.
-
-    The buffers that exist at the beginning are copied, even if another tensor takes the place of one.
-    """
+    """Copies of the buffers that exist at the beginning; a large one is kept once as long as it does not change."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         modules = list(modules)
@@ -116,9 +107,7 @@ class BufferCopies:
         return copies
 
     def shape(self, forms: Mapping[Key, tuple[Sequence[int], torch.dtype]]) -> None:
-        """Replace the buffers that have another shape or dtype than ``forms`` say, or were made in torch's
-        inference mode.
-        """
+        """Replace buffers of another shape or dtype than ``forms``, or of torch's inference mode."""
         for key, owner, attribute in self._places:
             buffer = owner._buffers.get(attribute)
             if buffer is None or key not in forms or is_sharded(buffer):
@@ -156,10 +145,7 @@ class _ParamGroups:
         self._listed: tuple[list[int], list[Any], list[torch.Tensor]] = ([], [], [])
 
     def take(self) -> Callable[[], list[list[dict[str, Any]]]]:
-        """Take the values as they are now; what can change in place, as a learning rate in a tensor, is copied.
-
-        Return what makes them, without the parameters: by optimizer and group, by name. Nobody changes them.
-        """
+        """Take the values now, copied if they change in place; return what makes them, by optimizer and group."""
         taken = [
             [
                 {
@@ -280,11 +266,10 @@ class TrainingTensors(TrainingState):
         return {**model, **shard}
 
     def _adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
-        """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.
+        """Let frozen parameters and the optimizer use ``tensors`` themselves; return the keys of those.
 
-        A trained parameter may lie in a buffer with others (Megatron's, DDP's), and a main parameter in it, too.
-        They are copied, unless the model is the one that they were taken from. Return the keys of what is now in
-        its place.
+        A trained parameter, or a main one in it, may lie in a buffer with others (Megatron's, DDP's): it is copied,
+        unless the model is the one that it was taken from.
         """
         adopted: set[Key] = set()
         frozen = {
@@ -454,15 +439,11 @@ class TrainingTensors(TrainingState):
 
 
 def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Return the param groups of an optimizer; none if there is no optimizer."""
     return [] if optimizer is None else list(optimizer.param_groups)
 
 
 def _put_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Give a param group ``values``, which stay as they are whatever is changed in the group.
-
-    A tensor takes over the number and stays where it is: a captured graph, for example, may refer to it.
-    """
+    """Give a param group ``values``. A tensor in it stays where it is: a captured graph may refer to it."""
     for name, value in values.items():
         present = group.get(name)
         if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor) and present.shape == value.shape:
@@ -476,12 +457,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _is_the_same(tensor: torch.Tensor, present: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is where ``present`` is."""
     return tensor.numel() > 0 and tensor.data_ptr() == present.data_ptr() and _alike(tensor, present)
 
 
 def _alike(tensor: torch.Tensor, present: torch.Tensor) -> bool:
-    """Return whether ``tensor`` can take the place of ``present``."""
     return (tensor.dtype, tensor.shape, tensor.device, tensor.stride()) == (
         present.dtype,
         present.shape,

@@ -36,10 +36,7 @@ class SnapshotPoint(IntEnum):
 
 @dataclass(frozen=True)
 class StepSnapshot:
-    """A rank's state at one point, in addition to its parameters and what its optimizer owns.
-
-    ``buffers`` are copies of the modules' buffers by key, in the order of the state's tensors.
-    """
+    """A rank's state at one point but parameters and optimizer; ``buffers``: copies in the tensors' order."""
 
     objects: dict[str, Any]
     buffers: Mapping[Key, torch.Tensor] = field(default_factory=dict)
@@ -153,11 +150,7 @@ class TrainingState:
 
 
 def split(state: TrainingState, tensors: Mapping[Key, torch.Tensor]) -> dict[Group, dict[Key, torch.Tensor]]:
-    """Return ``tensors`` by part, in ascending order of the groups; the order inside a part stays as it is.
-
-    Raises:
-        RuntimeError: a tensor is in no part, or in several: it would not come back, or could come from two places.
-    """
+    """Return ``tensors`` by part, groups ascending; ``RuntimeError`` if one is in no part or in several."""
     parts = state.replica_groups(tensors)
     found = [key for keys in parts.values() for key in keys]
     if len(found) != len(tensors) or {*found} != tensors.keys():

@@ -40,23 +40,13 @@ class _Head(msgspec.Struct, array_like=True):
 def register_rng_source(
     name: str, take: Callable[[], state_tree.Tree], put: Callable[[state_tree.Tree], object]
 ) -> None:
-    """Have a random stream of a framework (Megatron's tracker, for example) captured and restored with the others.
-
-    ``take`` returns its state as a tree of plain data and tensors, which ``put`` puts back.
-    """
+    """Have a framework's random stream (Megatron's tracker, say) taken as plain data and put back as others."""
     _sources[name] = _Source(take, put)
 
 
 @dataclass(frozen=True)
 class RngStates:
-    """All random streams of one rank at one point.
-
-    Attributes:
-        streams: the state of each stream as bytes, by the stream's name.
-        loss: the loss of the step after which the streams were captured, if it is known.
-        stage: the point after the step.
-        own: what else this rank alone has at that point, as plain data; None: it is too large to be kept here.
-    """
+    """All random streams of one rank at one point; ``own`` None: what else the rank has is too large."""
 
     streams: dict[str, bytes] = field(default_factory=dict)
     loss: float | None = None
@@ -195,7 +185,6 @@ class _Source:
     taken: tuple[tuple[Any, ...] | None, bytes] = (None, b"")  # the state and its bytes
 
     def encoded(self) -> bytes:
-        """Return the encoded state."""
         seen, encoded = self.taken
         state = self.take()
         constant = _constant(state)

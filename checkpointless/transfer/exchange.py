@@ -106,9 +106,7 @@ def send_bytes(data: bytes, destination: int) -> None:
 
 
 def receive_bytes(source: int) -> bytes:
-    """Receive what :func:`send_bytes` sent from ``source``, taking memory as it arrives; raise ``ValueError`` if it
-    is too large.
-    """
+    """Receive from :func:`send_bytes`, taking memory as it arrives; ``ValueError`` if it is too large."""
     device = wire_device()
     size = torch.zeros(1, dtype=torch.int64, device=device)
     receive(size, source)
@@ -125,12 +123,9 @@ def receive_bytes(source: int) -> bytes:
 
 
 def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
-    """Return ``data`` as a uint8 tensor of shape ``(len(data),)``; a GPU's is launched: CUDA has read memory not
-    pinned.
-    """
+    """Return ``data`` as flat uint8 on ``device``; a GPU's copy is launched, which has read unpinned memory."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device, non_blocking=True)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a flat uint8 tensor."""
     return tensor.cpu().numpy().tobytes()

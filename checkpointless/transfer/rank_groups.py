@@ -14,12 +14,9 @@ Group = tuple[int, ...]  # global ranks in ascending order
 
 
 def all_groups(parts: Mapping[int, Sequence[Group]]) -> list[Group]:
-    """Return all groups, each once and in ascending order, in time linear in the number of members of all groups.
+    """Return all groups of ``parts`` by rank, ascending; ``ValueError`` if a rank is in none or ranks contradict.
 
-    ``parts`` has by rank the groups that it says it is in. Groups that are one object are compared fastest.
-
-    Raises:
-        ValueError: a rank is in no group, or contradicts another one about a group.
+    It takes time linear in the members of all groups; groups that are one object are compared fastest.
     """
     number_of: dict[int, int] = {}  # by the identity of the tuple, which is cheaper than its hash
     numbers: dict[Group, int] = {}
@@ -50,10 +47,7 @@ def names(ranks: Sequence[int]) -> str:
 
 
 def compact(group: Group) -> Json:
-    """Return ``group`` as plain data: a list of its ranks, or its grid if that is shorter.
-
-    The ranks along the dimensions of a mesh are a grid: the first rank, and for each dimension a step and a count.
-    """
+    """Return ``group`` as plain data: its ranks or, if shorter, a grid: the first, and step and count by axis."""
     dimensions: list[list[int]] = []
     left = group
     while len(left) > 1:

@@ -28,7 +28,6 @@ class TensorEntry:
 
     @classmethod
     def of(cls, key: Key, tensor: torch.Tensor, digest: int | None = None) -> TensorEntry:
-        """Return the entry of ``tensor``."""
         return cls(key, tensor.dtype, tuple(tensor.shape), tensor.device.type, digest)
 
     @property
@@ -36,11 +35,9 @@ class TensorEntry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def fits(self, tensor: torch.Tensor | None) -> bool:
-        """Return whether ``tensor`` has this dtype and shape."""
         return tensor is not None and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
 
     def to_json(self) -> list[Json]:
-        """Return the entry as plain data."""
         return [list(self.key), dtype_name(self.dtype), list(self.shape), self.device, self.digest]
 
     @classmethod

@@ -99,9 +99,7 @@ def _shared_bytes(bucket_bytes: int) -> int:
 
 
 def _plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """Cut tensors of ``sizes`` bytes into buckets: a large one gets some of its own, to be sent without a copy;
-    small ones share.
-    """
+    """Cut tensors into buckets: a large one gets some of its own, sent without a copy; small ones share."""
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
     room = _shared_bytes(bucket_bytes)
@@ -125,15 +123,12 @@ def _plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
 
 
 def _size_of(bucket: Bucket) -> int:
-    """Return the bucket's length in bytes."""
     return sum(part.nbytes for part in bucket)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How tensors travel to one rank, the same at both ends: the buckets that they are cut into, and which of them
-    the holder in each place sends, in ascending order.
-    """
+    """How tensors travel to one rank, alike at both ends: the buckets, and which each holder sends, ascending."""
 
     tensors: Sequence[torch.Tensor]
     buckets: list[Bucket]
@@ -158,9 +153,7 @@ _GROUPS = 2  # on a wire that runs ahead: one under way, one that is packed or d
 
 @dataclass
 class _Parcel:
-    """A bucket under way to or from several ranks: its bytes, or the memory for them, and the buffer that it is
-    packed in.
-    """
+    """A bucket under way to or from several ranks: its bytes or room, and the buffer that it is packed in."""
 
     index: int
     payload: torch.Tensor
@@ -171,10 +164,9 @@ class _Parcel:
 class _Window:
     """Launches parcels and finishes the oldest ones when too much is under way.
 
-    On the CPU each is launched at once; on a wire that runs ahead in groups, so that messages with several ranks
-    are done side by side, and one group is packed while another is under way. ``finish`` is called with each, in
-    the order in which they were added, when the wait for it is over, and gives back its slot. On a wire that runs
-    ahead the bytes need not be there yet: whatever is launched from now on finds them.
+    On the CPU each is launched at once; on a wire that runs ahead in groups, done side by side, one packed while
+    another is under way. ``finish`` is called in the order of :meth:`add`, when a wait is over; its bytes need not
+    be there yet on such a wire, but whatever is launched from then on finds them.
     """
 
     def __init__(self, finish: Callable[[_Parcel], None]) -> None:
@@ -318,10 +310,9 @@ def _receive_stripes(sources: Sequence[int], plan: _Plan) -> list[int]:
 
 
 class _Staging:
-    """Reusable buffers for buckets that cannot be sent from, or received into, the place where they belong.
+    """Reusable buffers for buckets not sent from, or received into, their place.
 
-    A buffer may be taken again as soon as the wait for its message is over: on a wire that runs ahead, whatever is
-    launched to fill or to read it comes after the message on the device.
+    One may be taken again as soon as the wait for its message is over: what is launched next comes after it.
     """
 
     def __init__(self, plans: Sequence[_Plan]) -> None:
@@ -393,9 +384,7 @@ MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
 
 @dataclass
 class TransferReport:
-    """What a fill moved: bytes of tensors that arrived, and that were ``kept``, from an earlier attempt or because
-    they never change; a digest of the digests of all that arrived ("": nothing), and ``bytes`` in 10^9 per second.
-    """
+    """What a fill moved: bytes arrived, and ``kept``; a digest of all digests; ``bytes`` in 10^9 per second."""
 
     bytes: int = 0
     kept: int = 0
@@ -409,7 +398,6 @@ class TransferReport:
 
     @classmethod
     def of(cls, reports: Sequence[TransferReport]) -> TransferReport:
-        """Return what several fills, one after the other, moved together."""
         return cls(
             bytes=sum(each.bytes for each in reports),
             kept=sum(each.kept for each in reports),
@@ -435,14 +423,10 @@ def send_state(
     *,
     on_bucket: OnBucket | None = None,
 ) -> None:
-    """Send this holder's share of the state to other ranks, all of them at once.
+    """Send this holder's share to other ranks at once; a bucket that several want is packed and digested once.
 
-    A bucket that several ranks want is packed and digested once. ``on_bucket`` is called just before a bucket is
-    sent, so that a fault on the way can be caused on purpose.
-
-    Raises:
-        StateTreeError: an object cannot travel.
-        TransferError: a rank asks for what does not exist.
+    ``on_bucket`` is called before each, to cause faults on purpose. ``StateTreeError`` if an object cannot travel,
+    ``TransferError`` if a rank asks for what does not exist.
     """
     asked = {fill: _receive_json(fill.destination)["digests"] for fill in fills}
     skeleton, inside = state_tree.split(objects)
@@ -464,14 +448,10 @@ def receive_state(
     known: Mapping[Key, torch.Tensor] | None = None,
     memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
 ) -> tuple[Tree, TransferReport]:
-    """Receive the state from ``sources``, in their places; return the non-tensor state, and a report of what was
-    moved.
+    """Receive the state from ``sources``; return the non-tensor state, and what was moved.
 
-    ``allocate``, called with the entries, returns the tensors to write into, by key. Tensors that are ``known``
-    with the same digest are not sent. The buckets in flight take ``memory_budget_bytes``, here and at each holder.
-
-    Raises:
-        TransferError: something arrived damaged.
+    ``allocate`` returns the tensors to write into for entries. What is ``known`` with the same digest is not sent.
+    Buckets in flight take ``memory_budget_bytes``, here and at each holder. ``TransferError``: damage.
     """
     began_s = time.monotonic()
     for source in sources:
@@ -522,7 +502,6 @@ def _hear_order(
 
 
 def _check_room(entries: Sequence[TensorEntry], room: Mapping[Key, torch.Tensor]) -> None:
-    """Raise TransferError if ``room`` lacks a tensor, or has one of another dtype or shape."""
     for entry in entries:
         if not entry.fits(room.get(entry.key)):
             raise TransferError(
@@ -556,10 +535,8 @@ def _describe(tensor: torch.Tensor | None) -> str:
 
 
 def _send_json(message: Json, destination: int) -> None:
-    """Send ``message`` as JSON to the global rank ``destination``."""
     send_bytes(json.dumps(message, separators=(",", ":")).encode(), destination)
 
 
 def _receive_json(source: int) -> Parsed:
-    """Receive what :func:`_send_json` sent from the global rank ``source``."""
     return json.loads(receive_bytes(source))

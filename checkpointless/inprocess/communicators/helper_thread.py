@@ -25,7 +25,7 @@ def awaited_thread() -> int | None:
 
 @contextmanager
 def awaiting(thread: int | None) -> Iterator[None]:
-    """Note, as long as the context lasts, that the main thread waits for the thread of that identifier."""
+    """Note meanwhile that the main thread waits for the thread of that identifier."""
     global _awaited
     before, _awaited = _awaited, thread
     try:
@@ -35,11 +35,10 @@ def awaiting(thread: int | None) -> Iterator[None]:
 
 
 def run_in_helper_thread(blocking: Callable[[], T], limit_s: float = math.inf) -> T:
-    """Call ``blocking`` in a thread of its own, wait for it interruptibly and return its result.
+    """Call ``blocking`` in a thread on this CUDA device and stream; wait interruptibly, at most ``limit_s``.
 
-    It works on this thread's CUDA device and stream. A call that an interruption leaves running ends when its
-    connections do; one that blocks in the kernel may never end, nor one not back within ``limit_s``
-    (``TimeoutError``).
+    A call that an interruption leaves running ends when its connections do; one that blocks in the kernel may
+    never.
     """
     done, outcome = threading.Event(), list[Any]()
     stream: Any = torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -36,10 +36,7 @@ class LaunchBound:
         self._recorded: deque[Any] = deque()
 
     def watch(self, model: torch.nn.Module) -> int:
-        """Pass at each layer of ``model`` from now on, in both directions; return how many layers were found.
-
-        Capturing CUDA graphs refuses modules with hooks, so a model with captured layers must not be watched.
-        """
+        """Pass at each layer of ``model``, both ways; return how many. Graphs refuse to capture such layers."""
         found = _layers_of(model)
         for layer in found:
             layer.register_forward_pre_hook(lambda *_: self.at_layer())
@@ -49,9 +46,7 @@ class LaunchBound:
         return len(found)
 
     def at_layer(self) -> None:
-        """Record what was launched so far, and wait for the GPU if that is too far ahead; not while a CUDA graph is
-        captured.
-        """
+        """Record what was launched; wait for the GPU if that is too far ahead, but not in a graph's capture."""
         if torch.cuda.is_current_stream_capturing():
             return
         event = self._free.popleft()

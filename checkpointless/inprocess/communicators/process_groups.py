@@ -43,20 +43,17 @@ _BACKEND = 3  # the place of this argument of torch's factory of groups
 class _GlooSockets:
     """Records which sockets process groups open, and shuts them down on demand.
 
-    ``ProcessGroupGloo.abort()`` does not free a rank that waits in a collective: it waits until a peer's socket
-    closes. So the sockets that a group opens are recorded while it is created, by their inodes, and shut down to
-    abort it. Others (of loggers, data loaders) are never touched, also if another thread opens them at that time:
-    Python's sockets, and most of other libraries', are closed on exec, while gloo's and NCCL's are not. Gloo's
-    connections also reuse addresses on the side that connects, which a client's do not.
+    ``ProcessGroupGloo.abort()`` does not free a rank in a collective, which waits until a peer's socket closes. So
+    a group's sockets are recorded by inode while it is created. Others (of loggers, data loaders) are never
+    touched: Python's, and most libraries', are closed on exec, while gloo's and NCCL's are not, and gloo's reuse
+    addresses on the side that connects.
 
-    The sockets are shut down for reading only, and kept open until all ranks have left their blocks. What the peer
-    has sent is then still read, followed by the end of the stream, which fails every pending operation. What is
-    written meanwhile, by this rank or by the peer, is lost but does not fail. If a write failed, gloo would put the
-    send into its transmit queue and forget it when it reads the end of the stream; its waiter would not be notified
-    before the group's timeout, 30 minutes by default.
+    They are shut down for reading only, and kept open until all ranks have left their blocks: what the peer has
+    sent is still read, then the end of the stream fails every pending operation. If a write failed instead, gloo
+    would forget a send in its transmit queue, and its waiter would last until the group's timeout, 30 minutes by
+    default.
 
-    NCCL's sockets are left to ``ncclCommAbort``, except those at which a communicator in the making awaits its
-    peers.
+    NCCL's are left to ``ncclCommAbort``, except those at which a communicator in the making awaits its peers.
     """
 
     def __init__(self) -> None:
@@ -87,12 +84,10 @@ class _GlooSockets:
                     self._inodes |= opened
 
     def shutdown(self, unmet: bool = False) -> int:
-        """Shut down every connected TCP socket of recorded groups, of a group being created, and of the store;
-        return how many.
+        """Shut down the connected sockets of groups, made or in the making, and of the store; return how many.
 
-        The main thread may go on connecting, so this is repeated; each is shut down and kept once, until
-        :meth:`release`. With ``unmet``, those at which communicators of NCCL's await their peers are shut down,
-        too.
+        The main thread may go on connecting, so this is repeated; each is kept until :meth:`release`. ``unmet``:
+        those at which NCCL awaits peers, too.
         """
         present = _sockets()
         with self._mutex:
@@ -113,12 +108,12 @@ class _GlooSockets:
         return count + (self._shutdown_unmet() if unmet else 0)
 
     def _shutdown_unmet(self) -> int:
-        """Shut down every socket of NCCL's that listens, and to which nobody is connected (idempotent).
+        """Shut down every socket of NCCL's that listens with nobody connected (idempotent).
 
-        There a communicator in the making awaits a peer that may be lost. torch holds the communicator's lock
-        meanwhile (``NCCLComm::waitReady``), which an abort waits for, until ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` or
-        forever. If the wait fails, torch gives the lock back. NCCL's sockets stay open on exec and, unlike gloo's
-        and other servers', reuse no address; its RAS thread must not be there (``NCCL_RAS_ENABLE``).
+        A communicator in the making awaits a peer there, with a lock (``NCCLComm::waitReady``) that an abort needs,
+        until ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` or forever; a failed wait gives it back. NCCL's stay open on exec
+        and, unlike gloo's and other servers', reuse no address; its RAS thread must not be there
+        (``NCCL_RAS_ENABLE``).
         """
         met: set[int] = set()
         listening: list[socket.socket] = []
@@ -168,11 +163,7 @@ class _GlooSockets:
 
 
 def _connects(group_size: object = -1, group_rank: object = -1, *_: object, **__: object) -> bool:
-    """Return whether a group of ``group_size`` ranks, of which this is ``group_rank``, opens connections here.
-
-    Every rank takes part in the creation of every group, and there are about as many groups as ranks: inspecting
-    all descriptors for each group would take time that grows with the square of the number of ranks.
-    """
+    """Return whether this rank connects in a group: all ranks make each, and to inspect takes quadratic time."""
     return group_rank is not None and group_size != 1
 
 
@@ -183,9 +174,7 @@ def _is_gloos(*args: object, **kwargs: object) -> bool:
 
 
 def _opened(present: dict[int, int], before: set[int], gloo: bool) -> set[int]:
-    """Return the inodes of the sockets of this process, by descriptor ``present``, that a group has opened since
-    ``before``.
-    """
+    """Return the inodes in ``present`` of the sockets that a group has opened since ``before``."""
     return {
         inode
         for descriptor, inode in present.items()
@@ -209,7 +198,6 @@ def _is_backends(descriptor: int, gloo: bool) -> bool:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the inode of every socket of this process, by descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         inode = _socket_inode(int(name))
@@ -219,9 +207,7 @@ def _sockets() -> dict[int, int]:
 
 
 def _socket_inode(descriptor: int) -> int | None:
-    """Return the inode of ``descriptor``, or None if it is no open socket, in a quarter of the time that its link
-    takes.
-    """
+    """Return the inode of an open socket, or None, in a quarter of the time that its link takes."""
     try:
         status = os.fstat(descriptor)
     except OSError:  # the descriptor of the directory itself, or one that was closed meanwhile
@@ -264,7 +250,6 @@ class _Guard:
         self.is_over = False
 
     def reset(self, graph: Any) -> None:
-        """Reset the graph, once, when it is not replayed."""
         on_device = contextlib.nullcontext() if self.device is None else torch.cuda.device(self.device)
         with self.lock, on_device:
             if not self.is_over:
@@ -273,11 +258,10 @@ class _Guard:
 
 
 class _CapturedGraphs:
-    """Knows every CUDA graph that was captured while a block ran, and gives them up in an abort.
+    """Knows the CUDA graphs that a block has captured, and gives them up in an abort.
 
-    A graph with captured collectives refers to their communicator, and ``ncclCommAbort`` does not end before the
-    last such graph is gone (``commFree`` in NCCL's ``init.cc`` polls ``persistentRefs``). The main thread drops the
-    model that has them only when the abort has ended.
+    ``ncclCommAbort`` waits (``commFree`` polls ``persistentRefs``) until the last graph with the communicator's
+    collectives is gone, and the main thread drops the model that has them only after the abort.
     """
 
     def __init__(self) -> None:
@@ -286,10 +270,7 @@ class _CapturedGraphs:
         self._guards: weakref.WeakKeyDictionary[Any, _Guard] = weakref.WeakKeyDictionary()
 
     def give_up(self) -> None:
-        """Reset every graph, each as soon as no thread replays it; a later replay of it raises.
-
-        A replay that waits for room in the GPU's queue ends when the kernels before it are aborted.
-        """
+        """Reset every graph once no thread replays it (a blocked replay ends by the abort); later ones raise."""
         with self._mutex:
             self._are_over = True
             guards = list(self._guards.items())
@@ -415,10 +396,9 @@ class _ProcessGroups:
     def abort(self) -> None:
         """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut.
 
-        All groups of NCCL's are aborted at the same time, each in a thread of its own: ``ncclCommAbort`` may wait
-        for a kernel that spins until another group is aborted, too (https://github.com/NVIDIA/nccl/issues/1013). It
-        also waits for CUDA graphs, given up meanwhile, and for the making of a communicator, which is cut if it
-        does not end soon.
+        All of NCCL's at once, in a thread each: ``ncclCommAbort`` may wait for a kernel that spins until another
+        group is aborted (https://github.com/NVIDIA/nccl/issues/1013), for CUDA graphs, given up meanwhile, and for
+        the making of a communicator, which is cut if it does not end soon.
         """
         errors: list[Exception] = []
 
@@ -446,19 +426,18 @@ class _ProcessGroups:
             raise errors[0]
 
     def cut(self, waited_s: float = 0.0) -> None:
-        """Cut gloo's connections, also those of a group that is just being made.
+        """Cut gloo's connections, also of a group in the making; after 1 s of ``waited_s`` NCCL's, too.
 
-        After ``waited_s`` of over a second, in which this rank has waited to be free, a communicator of NCCL's
-        that is just being made is cut, too; earlier, those that are just being aborted would report it.
+        Earlier, communicators in the making that are just being aborted would report it.
         """
         self._sockets.shutdown(unmet=waited_s > _PATIENCE_S)
 
     def launched(self) -> dict[str, int]:
-        """Return how many collectives this rank has launched in each of its groups, and messages with each peer.
+        """Return how many collectives this rank has launched by group, and messages by peer.
 
-        Every rank of a group launches the same collectives in the same order, and all know a group by the same
-        name: whoever has launched more than a peer waits for it. Nothing is returned if there are more than
-        :data:`MOST_COUNTS`, which would not fit into a message: half of them could accuse the wrong rank.
+        Ranks launch the same in the same order under the same names: whoever has launched more than a peer waits
+        for it. Nothing above :data:`MOST_COUNTS`, which fit into no message: half of them could accuse the wrong
+        rank.
         """
         counts = dict(self.messages)
         for group, name in list(c10d._world.pg_names.items()):
@@ -475,10 +454,10 @@ class _ProcessGroups:
         _bury([*c10d._world.pg_map, *self._made])
 
     def destroy(self) -> None:
-        """Destroy every process group of this process, in the main thread, after the abort.
+        """Destroy every process group, in the main thread, after the abort.
 
-        This includes what an interrupted ``init_process_group`` leaves: a rank that has counted one group more than
-        the others would wait for them forever under another name.
+        So is what an interrupted ``init_process_group`` leaves: a rank that has counted one group more would wait
+        forever under another name.
         """
         self.hold()
         if dist.is_initialized():
@@ -529,11 +508,7 @@ def _prepare_nccl() -> None:
 
 
 def _lower_debug_level() -> None:
-    """Replace torch's debug level ``DETAIL`` by ``INFO``.
-
-    Torch would compare before each collective how many operations every rank has begun in the group
-    (``ProcessGroupWrapper.cpp``), messages included, of which the two ranks of a refill exchange some.
-    """
+    """Replace torch's level ``DETAIL`` by ``INFO``: it compares operations that only two ranks of a refill make."""
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         logger.warning(
             "%s=DETAIL is lowered to INFO: torch would compare how often all ranks have used a group, and a refill "
@@ -544,10 +519,7 @@ def _lower_debug_level() -> None:
 
 
 def _forget_meshes() -> None:
-    """Have torch forget the meshes of DTensors, which its caches give to those of new meshes that are equal.
-
-    An old mesh looks its groups up by their names, and these may belong to other groups by then.
-    """
+    """Have torch forget DTensors' meshes, cached for equal new ones, whose names may be other groups' by then."""
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = import_module("torch.distributed.tensor.debug")
         clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -556,7 +528,6 @@ def _forget_meshes() -> None:
 
 
 def _nccl_backends() -> list[Any]:
-    """Return the NCCL backend of every group, each once."""
     found: dict[int, Any] = {}
     for group in list(c10d._world.pg_map):
         for device in ("cuda", "cpu"):

@@ -52,11 +52,7 @@ _ATTEMPT = timedelta(seconds=20)
 
 
 def _interruptible_wait(original: Callable[..., Any]) -> Callable[..., bool]:
-    """Return ``torch.distributed.Work.wait``, in short turns where the main thread waits for gloo.
-
-    NCCL's ``wait`` stays as it is: it orders streams and returns, and one that times out aborts the communicator.
-    Both are met in one process: on GPUs, Megatron-core makes gloo's groups for checkpoints.
-    """
+    """Return ``Work.wait`` in short turns for gloo in the main thread; NCCL's only orders streams, and stays."""
 
     def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
         if timeout > timedelta(0):
@@ -107,16 +103,12 @@ def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:
 
 
 class _InterruptibleGloo:
-    """Stands for ``ProcessGroupGloo`` where torch makes groups: the main thread leaves them to a helper thread.
+    """Stands for ``ProcessGroupGloo`` where torch makes groups, in a helper thread.
 
-    Of each two ranks of a group one connects, and the other waits in C++ until it does (``connectAsListener`` of
-    gloo's TCP transport). If the first is lost before, there is no connection yet that could be cut, and the wait
-    lasts for five times the group's timeout, which is 30 minutes by default. A helper thread that was left stays
-    that long.
-
-    All ranks of a group are connected when it is made: with ``TORCH_GLOO_LAZY_INIT`` connections would come at the
-    first message, unknown, and never be cut; collectives in flight at a fault would write to parameters that are
-    kept.
+    Of each two ranks one waits in C++ until the other connects (``connectAsListener``); if that is lost before,
+    there is nothing to cut, and the wait lasts five times the group's timeout, 30 minutes by default. All ranks are
+    connected at once: with ``TORCH_GLOO_LAZY_INIT`` connections would come unknown, and collectives in flight at a
+    fault would write to kept parameters.
     """
 
     def __init__(self, original: Any) -> None:  # Any: a class of C++
@@ -153,10 +145,7 @@ def _connect_at_once() -> None:
 
 
 def _interruptible_store(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's factory of stores, which first waits in Python until the store listens.
-
-    Torch's own client would keep connecting for minutes to a store that closes while a fault is handled.
-    """
+    """Return torch's factory of stores, which first waits in Python until the store listens (torch's: minutes)."""
 
     @functools.wraps(original)
     def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> Any:

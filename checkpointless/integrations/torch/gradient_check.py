@@ -103,7 +103,7 @@ class GradientCheck:
             raise UnrecoverableError(_NOT_CHECKED.format(self._every, step))
 
     def run(self, compute: Callable[[], _Result], again: Callable[[], object] | None = None) -> _Result:
-        """Run a pass, and return its result; if the step is checked, collective: ``again`` or ``compute`` repeats it.
+        """Run a pass, and return its result; if the step is checked (collective), ``again``, or ``compute``, too.
 
         Raises:
             CorruptedGradientError: the gradients that it has left are wrong.

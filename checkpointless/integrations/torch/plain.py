@@ -213,7 +213,7 @@ def _leave_out_overflows(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def _without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:
-    """Return the class of an optimizer with a torch scheduler not in ``schedulers`` (no plateau: it leaves no mark)."""
+    """Return the class of an optimizer with a torch scheduler not in ``schedulers`` (plateaus leave no mark)."""
     known = [_optimizer_of(scheduler) for scheduler in schedulers]
     if any(optimizer is None for optimizer in known):
         return None  # of a kind that does not say whose it is

@@ -16,13 +16,10 @@ from checkpointless.transfer.tensor_entry import Key
 
 
 def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
-    """Compare who holds what on all ranks, and whether they hold the same. Collective.
+    """Compare who holds what on all ranks, and whether they begin with the same. Collective.
 
-    Tensors are compared once, as they begin: one that is a rank's own (ranks were seeded differently before they
-    built their models, say) would be filled from another rank's after a fault.
-
-    Raises:
-        UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
+    A tensor that is a rank's own (ranks were seeded differently, say) would be filled from another rank's after a
+    fault.
     """
     parts = split(state, {key: tensor for key, tensor in state.tensors().items() if key not in own})
     checksums = MemoryChecksumManager(enabled=True)
@@ -44,13 +41,7 @@ def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
 
 
 def require_equal_replicas(state: TrainingState, step: int) -> None:
-    """Compare, on the ranks that hold all that a rank holds, what the update of ``step`` has left. Collective.
-
-    Gradients that are not reduced, or weights that are averaged every few steps (local SGD), let ranks part.
-
-    Raises:
-        UnrecoverableError: ranks that are to hold the same do not.
-    """
+    """Compare what the update of ``step`` left on ranks that hold all alike (not local SGD, say). Collective."""
     group = state.holders()
     part = split(state, state.shard()).get(group, {})
     digest = MemoryChecksumManager(enabled=True).digest_all(part)
@@ -68,9 +59,7 @@ def require_equal_replicas(state: TrainingState, step: int) -> None:
 
 
 def require_same_step(done: int) -> None:
-    """Raise ``UnrecoverableError`` if ranks begin at different steps, of which ``done`` were made before.
-    Collective.
-    """
+    """Raise ``UnrecoverableError`` if ranks begin after different numbers ``done`` of steps. Collective."""
     most = torch.tensor([done, -done], device=wire_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     newest, oldest = int(most[0]), -int(most[1])

@@ -63,9 +63,7 @@ class _Owner(Protocol):
 
 
 class _Taken:
-    """One value as it was captured last: ``encoded`` as bytes; None: it is no plain data, too large, or refers to
-    parameters, which belong to the model (``is_reference``).
-    """
+    """One value as captured last, ``encoded``; None: no plain data, too large, or parameters (``is_reference``)."""
 
     __slots__ = ("_left_out", "_seen", "encoded", "is_reference")
 
@@ -116,10 +114,7 @@ class DeclaredState:
         self.begin(owners, limit)
 
     def begin(self, owners: Callable[[], Iterable[_Owner]] = tuple, limit: int | None = None) -> None:
-        """Begin a training with what ``owners`` returns, in an order of their own.
-
-        Of all values ``limit`` bytes are kept, the smallest first. Default: ``CHECKPOINTLESS_RANK_STATE_BYTES``.
-        """
+        """Begin with ``owners``, of whose values the smallest are kept, up to ``limit`` bytes in all."""
         self._owners = owners
         self._limit = limit if limit is not None else _limit()
         self._taken: dict[str, _Taken] = {}
@@ -245,7 +240,6 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
 
 
 def is_generator(value: object) -> bool:
-    """Return whether ``value`` generates random numbers."""
     return isinstance(value, tuple(_GENERATORS))
 
 
@@ -269,7 +263,6 @@ def put_object(present: object, state: object) -> None:
 
 
 def tensors_in(value: object) -> Iterable[torch.Tensor]:
-    """Yield the tensors in nested containers."""
     return (each for each in _leaves(value) if isinstance(each, torch.Tensor))
 
 

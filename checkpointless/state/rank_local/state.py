@@ -1,10 +1,8 @@
 """What a rank holds by itself and no peer can give: its random streams and its modules' buffers.
 
-Once a rank has drawn from its random streams, no peer has them, and they cannot be rebuilt from the model. This
-also holds for the streams that the order of its data was drawn from, and for buffers, which are kept like a stream.
-So before each optimizer update, every rank sends them to the rank ``jump`` places further on, in case its node is
-lost with its boards. That rank keeps those of the two newest steps in its memory and on its board: 10 to 50 kB per
-rank and step, and the buffers.
+Before each optimizer update every rank sends them to the rank ``jump`` places further on, in case its node is lost
+with its boards. That rank keeps those of the two newest steps, in its memory and on its board: 10 to 50 kB per rank
+and step, and the buffers, which are kept like a stream.
 """
 
 from __future__ import annotations
@@ -68,10 +66,7 @@ def _own_board() -> Board | None:
 
 
 class _OwnBuffers:
-    """Finds out whether this rank's buffers are its own.
-
-    ``record`` has those of the newest point, if they are, and is the same object as long as they do not change.
-    """
+    """Finds out whether this rank's buffers are its own; ``record``, one object until they change, has them."""
 
     def __init__(self) -> None:
         self.forget()
@@ -132,9 +127,8 @@ class _OwnBuffers:
     ) -> dict[int, str]:
         """Return the ranks that cannot be given their own buffers, and why. Collective.
 
-        ``held`` and ``record`` are this rank's buffers at the point that is resumed at, in memory and as kept;
-        ``alive``: it is to be filled, but has them in memory. A peer gives those under ``updated``, to which an
-        update writes.
+        ``held`` and ``record``: this rank's at that point; ``alive``: it is filled, but has them; ``updated``: a
+        peer gives them.
         """
         kind = "lost" if record is None else "nothing" if record == NOTHING else "own"
         mine: dict[str, Json] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
@@ -275,11 +269,9 @@ class _OwnStreams:
         own: Mapping[str, Any] | None,
         buffers: bytes = NOTHING,
     ) -> None:
-        """Keep the streams as they are now as those at ``stage`` after ``step``, with the record of its
-        ``buffers``.
+        """Keep the streams now as those at ``stage`` after ``step``, with ``own`` and the record of ``buffers``.
 
-        Without a ``loss``, the one that was kept with the step is kept. ``own`` is what else this rank alone has at
-        that point, as plain data that nobody changes; None: it is too large to be kept.
+        Without a ``loss``, the one kept with the step stays; ``own`` None: too large to keep.
         """
         if loss is None:
             committed = self.states.get((step, SnapshotPoint.COMMITTED))
@@ -388,7 +380,6 @@ def _with_buffers(streams: dict[str, bytes], record: bytes) -> dict[str, bytes]:
 
 
 def _buffers_in(states: RngStates) -> bytes:
-    """Return the record of the buffers that is kept with streams."""
     return states.streams.get(_BUFFERS, NOTHING)
 
 
@@ -423,15 +414,12 @@ _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots
 
 @dataclass(frozen=True)
 class Carried:
-    """What only a rank has, on its way to another process: its streams by step, and those that its data's order was
-    drawn from.
-    """
+    """What only a rank has, on its way to another process: streams by step, and those of its data's order."""
 
     streams: Sequence[tuple[int, RngStates]] = ()
     data_start: RngStates | None = None
 
     def to_plain(self) -> list[Any]:
-        """Return it as plain data."""
         start = self.data_start.to_bytes() if self.data_start is not None else None
         return [[[step, states.to_bytes()] for step, states in self.streams], start]
 
@@ -443,7 +431,6 @@ class Carried:
         return cls(states, None if start is None else RngStates.from_bytes(start))
 
     def keep_in(self, own: RankLocalState) -> None:
-        """Have ``own`` keep it."""
         for step, states in sorted(self.streams, key=lambda each: (each[0], each[1].stage)):
             own.streams.keep(step, states)
         if self.data_start is not None:
@@ -453,8 +440,7 @@ class Carried:
 class _OwnReplicas:
     """Keeps what is another rank's own, and has this rank's kept ``jump`` ranks further on.
 
-    None: on the next node, as ``LOCAL_WORLD_SIZE`` says; but nowhere in a job on one node, whose boards are lost
-    only with the whole job, or under another launcher, which does not replace a node. 0: nowhere.
+    None: on the next node, if there is one and the launcher replaces nodes. 0: nowhere.
     """
 
     def __init__(self, jump: int | None = None) -> None:
@@ -476,11 +462,7 @@ class _OwnReplicas:
         return self._jump
 
     def exchange(self, step: int, streams: Callable[[], bytes]) -> None:
-        """Send this rank's streams after ``step`` to the rank that keeps them, and keep another rank's. Collective.
-
-        They are kept for sure only when the other ranks have returned, too: call this method before the vote on the
-        step.
-        """
+        """Send this rank's streams after ``step``, and keep another's. Collective, before the vote on it."""
         jump = self.jump
         if jump == 0:
             return
@@ -496,10 +478,7 @@ class _OwnReplicas:
         self._keep(step, to_bytes(theirs))
 
     def find(self, step: int, own: bool) -> tuple[bytes | None, list[int]]:
-        """Give every rank that lacks its streams after ``step`` the copy that another rank keeps. Collective.
-
-        Return what this rank was given, and the ranks whose streams are nowhere.
-        """
+        """Give ranks that lack their streams after ``step`` the kept copy; return mine, who lacks. Collective."""
         rank, world, jump = dist.get_rank(), dist.get_world_size(), self.jump
         kept = self._of(step)
         answers = all_gather_json({"own": own, "keeps": jump > 0 and kept is not None})
@@ -516,7 +495,6 @@ class _OwnReplicas:
         return given, lost
 
     def kept(self) -> dict[int, bytes]:
-        """Return the streams of another rank that this rank keeps, by step."""
         board = _own_board()
         if self._kept or board is None or self.jump == 0:
             return dict(self._kept)
@@ -532,7 +510,6 @@ class _OwnReplicas:
             board.put_snapshot(step, payload, series=_SERIES)
 
     def _of(self, step: int) -> bytes | None:
-        """Return the other rank's streams after ``step``, if this rank keeps them."""
         board = _own_board()
         return self._kept.get(step) or (board.snapshot(step, series=_SERIES) if board is not None else None)
 
@@ -544,10 +521,7 @@ def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, jump: int) -> None:
 
 
 class RankLocalState:
-    """Keeps what is this rank's own, and gives it back when peers have given the rest.
-
-    ``replication_jump``, not negative, says how many ranks further on a copy is kept (:class:`_OwnReplicas`).
-    """
+    """Keeps what is this rank's own (a copy ``replication_jump`` ranks further on), and gives it back."""
 
     def __init__(self, replication_jump: int | None) -> None:
         self.streams = _OwnStreams()
@@ -555,7 +529,6 @@ class RankLocalState:
         self.replicas = _OwnReplicas(replication_jump)
 
     def forget(self) -> None:
-        """Forget what is in memory, because storage gives the state."""
         self.streams.forget()
         self.buffers.forget()
 
@@ -576,11 +549,7 @@ class RankLocalState:
         return states.own if states is not None else None
 
     def begin_buffers(self, state: TrainingState) -> None:
-        """Begin a training: find out which buffers are a rank's own. Collective.
-
-        Raises:
-            UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
-        """
+        """Find out which buffers are a rank's own; ``UnrecoverableError`` if ranks contradict. Collective."""
         board, buffers = _own_board(), state.buffers.take()
         require_agreement(state, buffers)
         if board is not None:
@@ -601,11 +570,7 @@ class RankLocalState:
         ]
 
     def find_streams(self, target: int, stage: SnapshotPoint) -> list[int]:
-        """Give every rank its own random streams after ``target``, for when the loop resumes. Collective.
-
-        Return the ranks whose streams are nowhere: they would train on with different ones. (None at step 0, where
-        they begin.)
-        """
+        """Give every rank its own streams after ``target``; return the ranks whose are nowhere. Collective."""
         if target == 0:
             return []
         known = self.streams.at(target)
@@ -627,8 +592,7 @@ class RankLocalState:
     ) -> dict[int, str]:
         """Return the ranks that cannot be given their own buffers, and why. Collective.
 
-        ``held`` and ``objects`` are this rank's buffers and non-tensor state at that point, if it has them in
-        memory; ``refills`` maps each rank to fill to the sources of its buffers.
+        ``held`` and ``objects``: what this rank has in memory; ``refills``: the sources of buffers by rank to fill.
         """
         if not refills:
             return {}
@@ -651,11 +615,7 @@ class RankLocalState:
         objects: Mapping[str, Any],
         is_filled: bool,
     ) -> None:
-        """Put back this rank's own buffers, where they were kept, if a peer has filled the rank.
-
-        What was kept may be from before the update of the step, in which the rank was lost. The buffers that an
-        update writes to stay as the peer gave them. ``held`` has this rank's own, if it has them in memory.
-        """
+        """Put back own buffers where a peer filled the rank; kept ones are older than an update of theirs."""
         record = self._record_of(*moment) or NOTHING
         if is_filled:
             updated = objects.get(UPDATED_BUFFERS, ())
@@ -669,10 +629,7 @@ class RankLocalState:
 
 
 class _Fits:
-    """Counts the fits of a block, and keeps the non-tensor state in which each ended that is over (``finished``).
-
-    ``number`` is that of the fit under way, from 1 (0: none has begun); ``offset`` steps of the job precede it.
-    """
+    """Counts the fits of a block: ``number`` (from 1), what ended ones left, and how many steps precede."""
 
     def __init__(self) -> None:
         self.number = self.offset = 0
@@ -707,10 +664,7 @@ class _Fits:
 
 
 class RankLocalKeeper(ABC):
-    """Keeps this rank's random streams and buffers while it trains, and puts them back when training resumes.
-
-    ``resumed_at`` is the step and the stage that the last recovery resumed at; None if there was none.
-    """
+    """Keeps this rank's streams and buffers while it trains; ``resumed_at``: point of the last recovery."""
 
     def __init__(self, own: RankLocalState) -> None:
         self.own = own

@@ -27,11 +27,10 @@ _weights: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _digest_on_device(flat: torch.Tensor) -> int:
-    """Return the 64-bit digest of a flat uint8 tensor, computed on its device. This waits for the device.
+    """Return the 64-bit digest of a flat uint8 tensor, computed on its device, which is waited for.
 
-    The digest is the sum over all 8-byte lanes of a bijective mix of the lane with a weight for its position. A
-    change of one lane always changes it; an exchange of two does unless they are equal or their mixes happen to
-    collide.
+    It sums a bijective mix of each 8-byte lane with a weight of its position. A change of one lane always changes
+    it; an exchange of two does unless they are equal or their mixes collide.
     """
     return _unsigned(int(_digest_tensor(flat).item()))
 
@@ -86,11 +85,7 @@ _SAMPLED = 16  # elements at the beginning of a tensor, and as many from its mid
 
 
 class PendingDigests:
-    """Collects digests in order. Those of bytes on the host are computed at once.
-
-    Those of bytes on a device are launched there, and cannot be compared with them. The host waits for the device
-    once, when they are fetched.
-    """
+    """Collects digests in order: of host bytes at once, else launched on the device, not comparable with those."""
 
     def __init__(self) -> None:
         self._digests: list[int | torch.Tensor] = []
@@ -110,7 +105,6 @@ class PendingDigests:
         self._digests.append(total.intdigest())
 
     def fetch(self) -> list[int]:
-        """Return all digests in the order in which they were added, and wait for each device once."""
         found: list[int] = []
         waiting = [each for each in self._digests if isinstance(each, torch.Tensor)]
         by_device = {
@@ -124,10 +118,7 @@ class PendingDigests:
 
 
 def _digest_bytes(flat: torch.Tensor) -> int:
-    """Return the 64-bit digest of a flat uint8 tensor of shape ``(n,)``.
-
-    On the CPU this is xxh3-64; on another device a different one, so that nothing is copied to the host.
-    """
+    """Return the 64-bit digest of a flat uint8 tensor: xxh3-64 on the CPU, another one elsewhere."""
     pending = PendingDigests()
     pending.add(flat)
     return pending.fetch()[0]
@@ -142,11 +133,7 @@ def digest_each(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
 
 
 def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
-    """Return the digest (xxh3-128, hex) of the names and bytes of all parameters, for comparing two runs.
-
-    Of a DTensor it is that of this rank's part; of a parameter that TransformerEngine keeps in FP8, that of its
-    values.
-    """
+    """Return the xxh3-128 (hex) of names and bytes of all parameters (DTensor: this rank's part; FP8: values)."""
     return _digest_named(
         (name, parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter)
         for module in modules
@@ -155,9 +142,7 @@ def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
 
 
 def digest_buffers(modules: Iterable[torch.nn.Module]) -> str:
-    """Return the digest (xxh3-128, hex) of the names and bytes of all buffers, also those that a ``state_dict``
-    leaves out.
-    """
+    """Return the xxh3-128 (hex) of names and bytes of all buffers, also those that a ``state_dict`` leaves out."""
     return _digest_named(named for module in modules for named in module.named_buffers())
 
 
@@ -199,10 +184,9 @@ class MemoryChecksumManager:
 def digest_value(value: object) -> str:
     """Return the digest of any value (xxh3-128, hex), the same in every process that holds an equal value.
 
-    The order of a mapping or a set does not count, nor the type of a mapping, nor whether a sequence is a list or a
-    tuple. Of an absolute path only the last name counts: where a run writes is not what it computed. An object
-    counts by its class and by what it would be copied from; an object that cannot be copied (a lock, a file) counts
-    by its class alone.
+    The order of a mapping or a set does not count, nor its type, nor list or tuple. Of an absolute path only the
+    last name counts. An object counts by class and what it would be copied from, or, if it cannot be copied, by
+    class alone.
     """
     return _digest(value, ()).hex()
 
@@ -268,10 +252,7 @@ def _join(head: str, parts: list[bytes]) -> bytes:
 
 
 def samples(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
-    """Return the bytes of a few elements of each of ``tensors``, by key, with one copy to the host per device.
-
-    They show at little cost that other tensors have taken their places. One without plain storage is left out.
-    """
+    """Return a few bytes of each of ``tensors`` with plain storage, to show cheaply that others took its place."""
     by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
     for key, tensor in tensors.items():
         if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized) and tensor.numel():

@@ -226,7 +226,6 @@ _UNCHANGING = {*IMMUTABLE, frozenset, type, *(each.kind for each in PLAIN_TYPES)
 
 
 def is_fixed(value: object) -> bool:
-    """Return whether nobody can change a plain value in place."""
     return type(value) in IMMUTABLE or (type(value) is tuple and all(map(is_fixed, value)))
 
 
@@ -310,11 +309,7 @@ def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def copy(tree: _State) -> _State:
-    """Return a deep copy of ``tree``: new containers, cloned tensors and arrays, shared immutable values.
-
-    What is in two places is one object in the copy, too. An object of any other type is copied by
-    ``copy.deepcopy``, or kept as it is if it refuses that.
-    """
+    """Return a deep copy of ``tree``; what is in two places stays one object. Others go by ``copy.deepcopy``."""
     return _copy(tree, {}, 0)
 
 
@@ -422,13 +417,10 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def split(
     tree: Tree, inline_bytes: int = INLINE_BYTES, taken: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """Encode ``tree``, of the types that :func:`dumps` allows, without its large tensors and arrays.
+    """Encode ``tree`` (:func:`dumps`) without tensors over ``inline_bytes`` (-1: any), as ``taken`` returns them.
 
-    One of up to ``inline_bytes`` bytes is encoded with the rest (-1: none is); ``taken`` returns what is taken of a
-    tensor. Return the encoded rest, and the tensors, which share the memory of the originals if these have no gaps.
-
-    Raises:
-        StateTreeError: something in ``tree`` cannot travel.
+    Return the rest, and the tensors, which share the originals' memory if these have no gaps. ``StateTreeError`` if
+    something cannot travel.
     """
     encoder = _Encoder(inline_bytes, taken)
     return _packed(tree, encoder), encoder.tensors
@@ -445,9 +437,7 @@ def join(
     tensors: Sequence[torch.Tensor],
     placed: Callable[[torch.Tensor, str], torch.Tensor] = _where_it_was,
 ) -> Tree:
-    """Put together what :func:`split` took apart. The state uses ``tensors`` themselves.
-
-    ``placed`` returns a tensor where it belongs, given on which kind of device it was. Default: it must be there.
+    """Put together what :func:`split` took apart, of ``tensors`` themselves, each where ``placed`` has it.
 
     Raises:
         ValueError: ``skeleton`` is damaged, or belongs to other tensors.
@@ -459,11 +449,7 @@ def join(
 
 
 def check(tree: object) -> None:
-    """Check in advance that ``tree`` can travel. No tensor is read or copied.
-
-    Raises:
-        StateTreeError: it cannot; the message is one line with the path, the type and what to do.
-    """
+    """Raise ``StateTreeError`` (one line: path, type and what to do) if ``tree`` cannot travel; nothing is read."""
     checker = _Encoder(INLINE_BYTES, _as_it_is, only_checks=True)
     _encoded(tree, checker)
     _bounded(checker.nbytes)
@@ -513,11 +499,10 @@ class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Encoder:
-    """Turns one tree into nodes. A container inside itself is refused.
+    """Turns one tree into nodes. A container inside itself is refused; one met again becomes a reference.
 
-    One that is met again becomes a reference to its first occurrence: all lists and all values with a name are
-    numbered in the order in which they end. ``nbytes`` counts bytes that are neither plain values nor in
-    ``tensors``; without ``inline_bytes`` all tensors are encoded with the rest.
+    All lists and values with a name are numbered in the order in which they end. ``nbytes`` counts bytes that are
+    neither plain values nor in ``tensors``; without ``inline_bytes`` all tensors are encoded with the rest.
     """
 
     def __init__(
