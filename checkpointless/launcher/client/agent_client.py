@@ -40,7 +40,7 @@ from checkpointless.launcher.protocol.messages import (
     encode,
 )
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import Edge, event_log
+from checkpointless.observability.telemetry.events import event_log
 from checkpointless.system.environment import (
     AGENT_FD_ENV,
     JOB_RESTART_COUNT_ENV,
@@ -293,38 +293,40 @@ def _forget_clients() -> None:
 os.register_at_fork(after_in_child=_forget_clients)
 
 
-class FaultLimits:
-    """The agent's limits on incidents, applied by the ranks themselves to what they report.
+class CountingClient(RankClient):
+    """Base class of a client without our agent, whose limits on incidents it applies to what the ranks report."""
 
-    ``high_water`` is the highest step that must have been committed, according to reports (-1: none).
-    """
-
-    def __init__(self) -> None:
-        self.high_water = -1
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._incidents = 0
+        self._high_water = -1  # the highest step that must have been committed, according to reports
         self._history = History()
 
-    def after(self, cause: Cause) -> str | None:
+    def _count(self, cause: Cause) -> str | None:
         """Count one more incident; return why the job must end (None: it need not)."""
         if cause.step > 0:
-            self.high_water = max(self.high_water, cause.step - 1)
-        self._history, give_up = self._history.after(cause, self.high_water)
+            self._high_water = max(self._high_water, cause.step - 1)
+        self._history, give_up = self._history.after(cause, self._high_water)
         return None if give_up is None else f"{give_up.reason}\n{give_up.last_words}".rstrip()
 
-    def tell(self, generation: int, incident: str, cause: Cause) -> None:
-        """Log the cause of an incident that this rank has reported, where no agent does."""
-        said, culprit, how = str(cause), cause.culprit, cause.how
-        about: tuple[EventName, Edge] = EventName.DETECT, "point"
-        event_log().emit(*about, generation=generation, incident=incident, cause=said, culprit=culprit, how=how)
+    def _interrupt(self, generation: int, cause: Cause, last_word: str | None) -> None:
+        """End a generation, and the job with ``last_word``; the rank at fault logs it, since no agent does."""
+        self._incidents += 1
+        incident, said = str(self._incidents), str(cause)
+        if cause.rank == self.rank:
+            about: dict[str, Any] = {"cause": said, "culprit": cause.culprit, "how": cause.how}
+            event_log().emit(EventName.DETECT, "point", generation=generation, incident=incident, **about)
+        self._hear(FaultNotice(generation, incident, said, cause.rank))
+        if last_word is not None:
+            self._lose(last_word)
 
 
-class StandaloneClient(RankClient):
+class StandaloneClient(CountingClient):
     """Regroups the only rank of a job that consists of this process."""
 
     def __init__(self, has_launcher: bool = True) -> None:
         super().__init__(rank=0)
         self.has_launcher = has_launcher
-        self._incidents = 0
-        self._limits = FaultLimits()
 
     def close(self) -> None:
         """Close the client, which holds no resources."""
@@ -334,15 +336,10 @@ class StandaloneClient(RankClient):
         if isinstance(message, Hello):
             self._hear(Go(message.generation, None, {}, -1))
         elif isinstance(message, FaultReport):
-            self._incidents += 1
-            cause, reason = message.cause, self._limits.after(message.cause)
-            self._limits.tell(message.generation, str(self._incidents), cause)
-            self._hear(FaultNotice(message.generation, str(self._incidents), str(cause), self.rank))
-            if reason is not None:
-                self._lose(reason)
+            self._interrupt(message.generation, message.cause, self._count(message.cause))
         elif isinstance(message, Barrier) and self._lost is None:
             coming = message.generation + 1
             env = {JOB_RESTART_COUNT_ENV: str(coming), TORCHELASTIC_RESTART_COUNT_ENV: str(coming)}
-            self._hear(Go(coming, str(self._incidents), env, self._limits.high_water))
+            self._hear(Go(coming, str(self._incidents), env, self._high_water))
         elif isinstance(message, Done):
             self._hear(Finish())

@@ -111,20 +111,16 @@ def _worker_envs(reply: object, expected: str) -> dict[str, str]:
     return env
 
 
-class _VendorAgent:
-    """Talks to the vendor's agent through the vendor's package, each call with its limit.
+class HyperPodClient(StoreClient):
+    """Regroups this rank through the vendor's agent, whose messages separate threads wait for."""
 
-    ``error`` is the exception of the vendor's client, also when a time limit has passed.
-
-    Raises:
-        RuntimeError: the package is missing or too old, or the agent cannot be reached.
-    """
-
-    def __init__(self, start_timeout_s: float) -> None:
-        self._start_timeout_s = start_timeout_s
+    def __init__(
+        self, start_timeout_s: float = _START_TIMEOUT_S, meeting_timeout_s: float = _MEETING_TIMEOUT_S
+    ) -> None:
+        self._start_timeout_s, self._meeting_timeout_s = start_timeout_s, meeting_timeout_s
         try:
             package: Any = importlib.import_module(_MODULE)
-            self.error: type[Exception] = package.HyperPodIPCException
+            self._error: type[Exception] = package.HyperPodIPCException  # also when a time limit has passed
             self._modes = package.RestartMode
             connect = package.InProcessRestartSocketClient
         except (ImportError, AttributeError) as error:
@@ -133,69 +129,9 @@ class _VendorAgent:
                 f"({error}): {_INSTALL}"
             ) from error
         try:
-            self.client: Any = connect()
-        except (OSError, ValueError, self.error) as error:
+            self._agent: Any = connect()
+        except (OSError, ValueError, self._error) as error:
             raise RuntimeError(f"SageMaker HyperPod's agent cannot be reached ({error}): {_HOW}") from error
-
-    def wait_rank_info(self) -> dict[str, str]:
-        """Wait without a limit until the agent says which rank this is, and return the environment for it."""
-        while True:
-            began_s = time.monotonic()
-            try:
-                reply = self.client.hyperpod_wait_rank_info(timeout=self._start_timeout_s)
-                return _worker_envs(reply, "job_rank_info")
-            except (self.error, ValueError) as error:
-                if isinstance(error, ValueError) or not self._was_timeout(began_s):
-                    raise RankUnknownError(
-                        f"SageMaker HyperPod's agent did not say which rank this is ({error}): {_HOW}"
-                    ) from error
-                logger.warning("still waiting to be told which rank this is: %s", error)
-
-    def wait_start(self, stopped: threading.Event) -> _Start:
-        """Report at the barrier, and wait until the agent starts the job; a spare then waits again."""
-        while True:
-            began_s = time.monotonic()
-            try:
-                return _Start.of(self.client.hyperpod_barrier(timeout=self._start_timeout_s))
-            except self.error as error:
-                if os.environ.get("SPARE") != "True" or not self._was_timeout(began_s) or stopped.is_set():
-                    raise RuntimeError(f"no start message arrived ({error}): {_HOW}") from error
-
-    def report_fault(self, rank: int, reason: str, message: str, in_place: bool) -> None:
-        """Report a fault of this rank; not ``in_place``, every process of the job is replaced."""
-        mode = self._modes.IN_PROCESS_RESTART if in_place else self._modes.PROCESS_LEVEL_RESTART
-        self.client.hyperpod_send_fault(rank, mode, reason=reason, message=message[:_MOST_CHARACTERS])
-
-    def listen(self, stopped: threading.Event, heard: Callable[[object], None]) -> None:
-        """Call ``heard`` with the ``restart_count`` of each fault notice, until the client stops."""
-        while not stopped.is_set():
-            began_s = time.monotonic()
-            try:
-                kind, body = self.client.hyperpod_wait_fault(timeout=_LISTEN_S)
-            except self.error:
-                if time.monotonic() - began_s < _LISTEN_S / 2:  # not a timeout: something is wrong; do not spin
-                    stopped.wait(1.0)
-                continue
-            if kind == "job_fault":
-                heard(body.get("restart_count") if isinstance(body, dict) else None)
-
-    def _was_timeout(self, began_s: float) -> bool:
-        """Return whether an error of the vendor's client is a time limit that has passed; it has no other sign."""
-        return time.monotonic() - began_s > self._start_timeout_s / 2
-
-
-class HyperPodClient(StoreClient):
-    """Regroups this rank through the vendor's agent, whose messages separate threads wait for.
-
-    Raises:
-        RuntimeError: the vendor's package is missing or too old, or its agent cannot be reached.
-    """
-
-    def __init__(
-        self, start_timeout_s: float = _START_TIMEOUT_S, meeting_timeout_s: float = _MEETING_TIMEOUT_S
-    ) -> None:
-        self._agent = _VendorAgent(start_timeout_s)
-        self._meeting_timeout_s = meeting_timeout_s
         self._is_told = False  # which rank this is
         self._at_barrier = True  # of the vendor's agent, or on the way there
         self._finish_by_s = 0.0
@@ -214,9 +150,19 @@ class HyperPodClient(StoreClient):
         Raises:
             RankUnknownError: the agent is gone, or said something else.
         """
-        if not self._is_told:
-            os.environ.update(self._agent.wait_rank_info())
-            self.rank, self._is_told = int(os.environ[RANK_ENV]), True
+        while not self._is_told:
+            began_s = time.monotonic()
+            try:
+                reply = self._agent.hyperpod_wait_rank_info(timeout=self._start_timeout_s)
+                os.environ.update(_worker_envs(reply, "job_rank_info"))
+            except (self._error, ValueError) as error:
+                if isinstance(error, ValueError) or not self._was_timeout(began_s):
+                    raise RankUnknownError(
+                        f"SageMaker HyperPod's agent did not say which rank this is ({error}): {_HOW}"
+                    ) from error
+                logger.warning("still waiting to be told which rank this is: %s", error)
+            else:
+                self.rank, self._is_told = int(os.environ[RANK_ENV]), True
 
     def close(self) -> None:
         """Stop the client, and wait until none of its threads is inside c10d, a minute at most.
@@ -235,9 +181,7 @@ class HyperPodClient(StoreClient):
             self._lose("one block per process")
             raise AgentLostError("under HyperPod a process has one block: wrap everything in one HPWrapper")
         if isinstance(message, Hello):
-            self._listener = _in_thread(
-                self, lambda: self._agent.listen(self._stopped, self._heard_fault), "faults"
-            )
+            self._listener = _in_thread(self, self._listen, "faults")
         if isinstance(message, Hello | Barrier):
             with self._news:
                 self._at_barrier, self._starting = True, message.generation - isinstance(message, Hello)
@@ -255,21 +199,34 @@ class HyperPodClient(StoreClient):
             self._send_fault("RecoveryImpossible", message.reason, in_place=False)
 
     def _report(self, report: FaultReport) -> None:
-        cause, last_word = report.cause, self._limits.after(report.cause)
+        cause, last_word = report.cause, self._count(report.cause)
         self._send_fault(cause.error, str(cause), in_place=last_word is None)
         if self.pending_fault(report.generation) is None:
-            incident = str(report.generation + 1)
-            self._limits.tell(report.generation, incident, cause)
-            self._hear(FaultNotice(report.generation, incident, str(cause), self.rank))
-        if last_word is not None:
+            self._interrupt(report.generation, cause, last_word)
+        elif last_word is not None:
             self._lose(last_word)
 
     def _send_fault(self, reason: str, message: str, *, in_place: bool = True) -> None:
+        """Report a fault of this rank; not ``in_place``, every process of the job is replaced."""
+        mode = self._modes.IN_PROCESS_RESTART if in_place else self._modes.PROCESS_LEVEL_RESTART
         try:
-            self._agent.report_fault(self.rank, reason, message, in_place)
-        except self._agent.error as error:
+            self._agent.hyperpod_send_fault(self.rank, mode, reason=reason, message=message[:_MOST_CHARACTERS])
+        except self._error as error:
             self._lose(f"could not report a fault: {error}")
             raise AgentLostError(f"SageMaker HyperPod's agent: could not report a fault: {error}") from error
+
+    def _listen(self) -> None:
+        """Hear the agent's fault notices until the client stops."""
+        while not self._stopped.is_set():
+            began_s = time.monotonic()
+            try:
+                kind, body = self._agent.hyperpod_wait_fault(timeout=_LISTEN_S)
+            except self._error:
+                if time.monotonic() - began_s < _LISTEN_S / 2:  # not a timeout: something is wrong; do not spin
+                    self._stopped.wait(1.0)
+                continue
+            if kind == "job_fault":
+                self._heard_fault(body.get("restart_count") if isinstance(body, dict) else None)
 
     def _heard_fault(self, restart_count: object) -> None:
         """Handle a notice; it is about the generation started last unless ``restart_count`` names an older one."""
@@ -288,9 +245,24 @@ class HyperPodClient(StoreClient):
 
     # --- from one generation into the next, and to the end ------------------------------------------------------
 
+    def _wait_start(self) -> _Start:
+        """Report at the barrier, and wait until the agent starts the job; a spare then waits again."""
+        while True:
+            began_s = time.monotonic()
+            try:
+                return _Start.of(self._agent.hyperpod_barrier(timeout=self._start_timeout_s))
+            except self._error as error:
+                is_spare = os.environ.get("SPARE") == "True"
+                if not is_spare or not self._was_timeout(began_s) or self._stopped.is_set():
+                    raise RuntimeError(f"no start message arrived ({error}): {_HOW}") from error
+
+    def _was_timeout(self, began_s: float) -> bool:
+        """Return whether an error of the vendor's client is a time limit that has passed; it has no other sign."""
+        return time.monotonic() - began_s > self._start_timeout_s / 2
+
     def _regroup(self) -> None:
         while not self._stopped.is_set():
-            start, left = self._agent.wait_start(self._stopped), self._starting
+            start, left = self._wait_start(), self._starting
             generation = start.generation
             if generation <= left:
                 raise RuntimeError(f"a start with JOB_RESTART_COUNT={generation} came after generation {left}")
@@ -302,7 +274,7 @@ class HyperPodClient(StoreClient):
             self._called_off.clear()
             with self._news:
                 self._starting, self._at_barrier = generation, False
-            self._agent.client.hyperpod_past_rcb_barrier()  # this rank has heard of the start
+            self._agent.hyperpod_past_rcb_barrier()  # this rank has heard of the start
             self.rank, self._world_size = start.rank, start.world_size
             self._address, self._env, self._incidents = start.env[MASTER_ADDR_ENV], start.env, generation
             if self._meet(start):

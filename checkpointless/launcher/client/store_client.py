@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from checkpointless.launcher.client.agent_client import FaultLimits, RankClient
+from checkpointless.launcher.client.agent_client import CountingClient
 from checkpointless.launcher.protocol.messages import (
     FROM_RANK,
     Barrier,
@@ -47,7 +47,7 @@ LEAVE_TIMEOUT_S = 10.0  # for the others to hear of the end before the rank that
 _PREFIX = "checkpointless"
 
 
-class StoreClient(RankClient):
+class StoreClient(CountingClient):
     """Regroups ranks among themselves through a c10d store, which a daemon thread polls.
 
     Nothing respawns a process here, so the job ends when a rank needs a new one. Rank 0 hosts a separate store for
@@ -63,8 +63,6 @@ class StoreClient(RankClient):
         self._store = store
         self._address = address
         self._env: dict[str, str] = {}  # more variables for each generation
-        self._limits = FaultLimits()
-        self._incidents = 0
         self._entered: int | None = None  # the generation that this rank is in, or was in last
         self._coming: int | None = None  # the generation that it waits for
         self._gather_by_s = 0.0
@@ -76,12 +74,7 @@ class StoreClient(RankClient):
 
     @classmethod
     def from_environment(cls) -> StoreClient:
-        """Connect to torchrun's store, or to one that rank 0 hosts where there is none.
-
-        Raises:
-            DistStoreError, DistNetworkError: the store cannot be reached within 60 s.
-            KeyError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not set.
-        """
+        """Connect to torchrun's store, or to one that rank 0 hosts where there is none."""
         rank, world_size = int(os.environ[RANK_ENV]), int(os.environ[WORLD_SIZE_ENV])
         address = os.environ[MASTER_ADDR_ENV]
         launcher_hosts = os.environ.get(TORCHELASTIC_USE_AGENT_STORE_ENV) == "True"
@@ -122,8 +115,8 @@ class StoreClient(RankClient):
     def _arrive(self, generation: int) -> int:
         limit_s = FIRST_GATHER_TIMEOUT_S if self._entered is None else REGROUP_TIMEOUT_S
         self._gather_by_s = time.monotonic() + limit_s
-        if self._limits.high_water >= 0:
-            self._store.append(f"committed/{generation}", f"{self._limits.high_water} ")  # type: ignore[attr-defined]
+        if self._high_water >= 0:
+            self._store.append(f"committed/{generation}", f"{self._high_water} ")  # type: ignore[attr-defined]
         self._store.add(f"arrived/{generation}", 1)
         return generation
 
@@ -150,15 +143,8 @@ class StoreClient(RankClient):
             report = FROM_RANK.decode(self._store.get(f"fault/{generation}"))
             if not isinstance(report, FaultReport):
                 raise ProtocolError(f"a rank left {report.type!r} where a fault report belongs")
-            cause = report.cause
-            reason = self._limits.after(cause)
             self._done = None
-            self._incidents += 1
-            if cause.rank == self.rank:
-                self._limits.tell(generation, str(self._incidents), cause)
-            self._hear(FaultNotice(generation, str(self._incidents), str(cause), cause.rank))
-            if reason is not None:
-                self._lose(reason)
+            self._interrupt(generation, report.cause, self._count(report.cause))
         if self._store.check(["end"]):
             reason = self._store.get("end").decode()
             if self.pending_fault(generation) is None:
@@ -193,7 +179,7 @@ class StoreClient(RankClient):
         with self._news:
             if self._coming == generation:  # else the meeting was called off
                 self._entered, self._coming = generation, None
-                self._limits.high_water = int(high_water)
+                self._high_water = int(high_water)
                 self._hear(Go(generation, incident, env, int(high_water)))
 
     def _look_for_finish(self, generation: int) -> None:

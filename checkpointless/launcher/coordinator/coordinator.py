@@ -23,7 +23,7 @@ from checkpointless.launcher.coordinator.moves import Moves
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.coordinator.stragglers import Stragglers
 from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.causes import Cause, CauseKind
+from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exit_cause
 from checkpointless.launcher.protocol.messages import (
     IN_BLOCK,
     Alive,
@@ -73,44 +73,64 @@ class _Takeover:
         self._membership = membership
         self._processes = processes
         self._regrouping = regrouping
+        self._causes: list[Cause] = []
+        self._ends: list[RankEnded] = []
+
+    # ---- all nodes, which come to a new coordinator
 
     def standing(self, node: Node, standing: Standing) -> None:
-        """Act on what a node reports about its ranks."""
         job = self._job
-        if job.phase is not Phase.JOINING or not self._job.is_in_place(node):
+        if job.phase is not Phase.JOINING or not job.is_in_place(node):
             self._take_back(node, standing)
             return
-        now_s = job.clock()
-        if not self._membership.standings:
+        if not job.standings:
+            now_s = job.clock()
             job.gather_by_s = now_s + job.config.regroup_timeout_s
             job.replace_at_s = now_s + job.config.node_timeout_s
-        self._membership.standings.put(node, standing)
+        job.standings[node.index] = standing
+        for said in standing.ranks:
+            rank = job.rank_of(said.number, node)
+            rank.incarnation, rank.committed, rank.making = said.incarnation, said.committed, said.making
+            job.move(rank, said.state)
         self._membership.joined(node)
+
+    def hear(self, rank: Rank, message: Hello | Barrier | FaultReport | RankEnded | Done) -> None:
+        """Record what happened to a rank before its own node came, or while other nodes are on their way."""
+        if isinstance(message, FaultReport):
+            self._causes.append(message.cause)
+        elif isinstance(message, RankEnded):
+            self._ends.append(message)
+            self._job.move(rank, RankState.GONE)
+        elif rank.state is not RankState.GONE:  # else no process of it was asked for yet
+            self._job.move(rank, RankState.DONE if isinstance(message, Done) else RankState.READY)
 
     def adopt(self) -> None:
         """Take over the job: all nodes are here, and some run ranks that an earlier coordinator had them start."""
-        job, found = self._job, self._membership.standings
-        job.rendezvous.run_id = found.run_id
-        job.high_water = found.high_water
-        job.incidents.adopt(found.generation, found.incidents)
-        if found.is_over:
-            failure = found.failure()
+        job, standings = self._job, self._job.standings.values()
+        newest = max(standing.generation for standing in standings)
+        job.rendezvous.run_id = next(iter(standings)).run_id
+        job.high_water = max(*(each.high_water for each in standings), *(rank.committed for rank in job.ranks))
+        job.incidents.adopt(newest, max(standing.incident for standing in standings))
+        finished = any(each.finished and each.generation == newest for each in standings)
+        states = {rank.state for rank in job.ranks}
+        if finished and not {RankState.READY, RankState.GONE} <= states:  # nobody is missing in the next block
+            failure = self._failure()
             if failure:
                 job.end(FAILED, failure)
             self._regrouping.finish()
             self._regrouping.begin_if_all_are_here()
             self._regrouping.check_end()
             return
-        cause = found.cause()
+        cause = self._cause()
         if job.generation < 0:
             job.say("took the job over before it had begun")
             return
-        newest = max(rank.incarnation for rank in self._job.ranks)
-        for rank in self._job.ranks:
+        last = max(rank.incarnation for rank in job.ranks)
+        for rank in job.ranks:
             if rank.state is RankState.GONE:  # its next process is not its first
-                rank.incarnation = newest
+                rank.incarnation = last
             elif rank.state is RankState.STARTING:
-                self._job.fresh.add(rank.number)
+                job.fresh.add(rank.number)
         job.enter(Phase.RUNNING)
         if cause is None:
             job.incidents.emit(EventName.ADOPT, "point", high_water=job.high_water)
@@ -120,12 +140,42 @@ class _Takeover:
             job.say(f"took the job over in generation {job.generation}: its ranks have to regroup")
             self._regrouping.fault(cause)
 
+    def _failure(self) -> str:
+        """Return which rank failed, or which node was lost, after all blocks had returned ("": none)."""
+        failed = [exit_cause(end.rank, end.code, NO_STEP) for end in self._ends if end.code != 0]
+        absent = self._absent()
+        if absent and not failed:
+            return f"node {absent[0]} was lost before its ranks had ended (as was the coordinator)"
+        return str(attribute(failed)) if failed else ""
+
+    def _cause(self) -> Cause | None:
+        """Return why the job has to regroup, or None if all its ranks are in their block and undisturbed."""
+        ranks, absent = self._job.ranks, self._absent()
+        causes = [exit_cause(end.rank, end.code, end.making) for end in self._ends if not end.forgiven]
+        if causes or self._causes:
+            return attribute([*self._causes, *causes])
+        of = {standing.generation for standing in self._job.standings.values()}
+        if len(of) == 1 and all(rank.state in IN_BLOCK for rank in ranks):
+            return None
+        step = max(rank.making for rank in ranks)
+        if absent:
+            why = "as was the coordinator"
+            return Cause(CauseKind.LOSS, None, "node", "was lost", step, why, who=f"node {absent[0]}")
+        gone = next((rank for rank in ranks if rank.state is RankState.GONE), None)
+        if gone is not None:
+            return Cause(CauseKind.LOSS, gone.number, "exit", "ended while there was no coordinator", step)
+        why = "in the middle of an incident"
+        return Cause(CauseKind.LOSS, None, "coordinator", "was lost", step, why, who="the coordinator")
+
+    def _absent(self) -> list[int]:
+        return sorted({rank.node.index for rank in self._job.ranks} - self._job.standings.keys())
+
     # ---- one node that comes back
 
     def _take_back(self, node: Node, standing: Standing) -> None:
         """Take back a node and its ranks after the node or this coordinator had lost sight of the other."""
         job = self._job
-        is_known = self._job.is_in_place(node) and standing.run_id == job.rendezvous.run_id
+        is_known = job.is_in_place(node) and standing.run_id == job.rendezvous.run_id
         missed = is_known and self._missed_the_begin(standing)
         if not missed and not (is_known and self._is_of_this_generation(standing)):
             if not node.is_back or self._membership.begin_anew(node, "it came back from another generation"):
@@ -246,13 +296,7 @@ _NOTE_PROGRESS_EVERY_S = 60.0  # in the event log, for a look at a run that has 
 
 
 class Coordinator:
-    """Regroups the ranks of a job until it is over.
-
-    Attributes:
-        job: the state of the job; only the parts of the coordinator change it.
-        membership: takes nodes in, and hears that their agents cannot be reached.
-        moves: moves the ranks of nodes to spares.
-    """
+    """Regroups the ranks of a job until it is over; only its parts change the state in ``job``."""
 
     def __init__(
         self,
@@ -368,7 +412,7 @@ class Coordinator:
         if self.job.phase is Phase.JOINING:
             self.job.enter(Phase.GATHERING)
             self.job.gather_by_s = self.job.replace_at_s = None
-            if self.membership.standings:
+            if self.job.standings:
                 self._takeover.adopt()
         if self.job.phase is Phase.GATHERING:
             self._processes.start_missing()
@@ -376,7 +420,7 @@ class Coordinator:
     def _end_without_a_node(self) -> None:
         config = self.job.config
         missing = ", ".join(str(index) for index in sorted(self.job.not_joined))
-        limit_s = config.regroup_timeout_s if self.membership.standings else config.join_timeout_s
+        limit_s = config.regroup_timeout_s if self.job.standings else config.join_timeout_s
         self.job.end(FAILED, f"node {missing} did not join the job within {limit_s:g} s")
 
     def _on_store(self, node: Node, store: StoreOpened) -> None:
@@ -404,7 +448,7 @@ class Coordinator:
 
     def _on_rank(self, rank: Rank, message: Hello | Barrier | FaultReport | RankEnded | Done) -> None:
         if self.job.phase is Phase.JOINING:
-            self.membership.standings.hear(rank, message)
+            self._takeover.hear(rank, message)
             return
         if not rank.node.joined:
             logger.info("rank %d: %s, of a process that its node has to end", rank.number, message.type)

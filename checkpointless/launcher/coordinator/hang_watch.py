@@ -62,10 +62,7 @@ class _Silence:
     making: int = NO_STEP
     since_s: float = 0.0  # when it made its last progress, on this process's monotonic clock
     heard_at_s: float = 0.0
-    first: tuple[ProcessLook, float] = (
-        ProcessLook(),
-        0.0,
-    )  # what its process did when first silent at this beat, and when
+    first: tuple[ProcessLook, float] = (ProcessLook(), 0.0)  # at this beat: what its process did, and when
     stack: str = ""  # of its main thread, if the rank has sent it
 
     def is_fresh(self, now_s: float) -> bool:
@@ -323,7 +320,6 @@ class HangWatch:
                 rank.node.send(Kill(number, rank.incarnation, generation, beat))
 
     def _find(self, now_s: float) -> list[_Hang]:
-        """Return the hangs that are found now."""
         if self._inquiry is None and not any(self._silent.values()):
             return []
         known = {rank: found for node in self._silent.values() for rank, found in node.items()}

@@ -138,7 +138,10 @@ class CoordinatorPort:
         if guest.node is not None:
             self.coordinator.hear(guest.node, message)
         elif isinstance(message, MoveWanted) and not guest.has_asked:
-            self._on_operator(guest, message)
+            guest.has_asked = True
+            rank, config = message.rank, self.coordinator.job.config
+            node = message.node if rank < 0 else rank // config.nproc_per_node
+            self.coordinator.moves.ask(node, message.reason, guest.channel.send)
         elif isinstance(message, Proof):
             self._on_proof(guest, guest.channel, message)
 
@@ -161,12 +164,6 @@ class CoordinatorPort:
         guest.heard_at_s = self._clock()
         channel.hears = FROM_NODE
         channel.send(guest.challenge.welcome(self._token, proof))
-
-    def _on_operator(self, guest: _Guest, asked: MoveWanted) -> None:
-        """Move a node as an operator asks, who hears what becomes of it."""
-        guest.has_asked = True
-        node = asked.node if asked.rank < 0 else asked.rank // self.coordinator.job.config.nproc_per_node
-        self.coordinator.moves.ask(node, asked.reason, guest.channel.send)
 
     def _lost(self, guest: _Guest, reason: str) -> None:
         if guest in self._guests:

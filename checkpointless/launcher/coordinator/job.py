@@ -22,7 +22,7 @@ from checkpointless.launcher.coordinator.incident_policy import GiveUpDecision, 
 from checkpointless.launcher.coordinator.job_config import JobConfig
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute
-from checkpointless.launcher.protocol.messages import Command, End, Progress, RankState
+from checkpointless.launcher.protocol.messages import Command, End, Progress, RankState, Standing
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.observability.telemetry.narration import INCIDENT
@@ -350,6 +350,7 @@ class Job:
         target: the step after which the recovery is over (-1: none).
         origin: the generation that begins from nothing: 0, or that of the last restart of the whole job.
         reenters_by_new_processes: why new processes take over at every fault ("": living ones enter again).
+        standings: what nodes said of ranks that an earlier coordinator had them start, by node.
         replace_at_s: when missing nodes of a job that is taken over are replaced (None: none is waited for).
         gather_by_s: by when nodes and ranks have to be together (None: no limit runs).
         outcome: how the job ended; None as long as it has not.
@@ -370,6 +371,7 @@ class Job:
         self.not_joined = set(range(nnodes))
         self.fresh: set[int] = set()
         self.back_by_s: dict[int, float] = {}
+        self.standings: dict[int, Standing] = {}
         self.rendezvous = _Rendezvous(nnodes, nproc)
         self.incidents = _IncidentTracker(config.max_incidents, events, say)
         self.progress = _ProgressReports(nnodes)
@@ -381,17 +383,12 @@ class Job:
         self.gather_by_s: float | None = clock() + config.join_timeout_s
         self.replace_at_s: float | None = None
         self.outcome: End | None = None
-        self._phase = Phase.JOINING
-
-    @property
-    def phase(self) -> Phase:
-        """What the job is doing."""
-        return self._phase
+        self.phase = Phase.JOINING
 
     def enter(self, phase: Phase) -> None:
-        """Go on to another phase, unless the job is over."""
-        if self._phase is not Phase.OVER:
-            self._phase = phase
+        """Go on to another phase, unless the job is over; nothing else sets the phase."""
+        if self.phase is not Phase.OVER:
+            self.phase = phase
 
     @property
     def generation(self) -> int:
@@ -504,7 +501,6 @@ class _ProgressReports:
         self._longest_ms = max(self._longest_ms, progress.longest_ms)
 
     def drop(self, node: int) -> None:
-        """Forget a node's report, if there is one."""
         before = self._said.pop(node, None)
         if before is not None:
             self._oldest -= Counter((before.oldest,))  # which drops a step that no node is at
@@ -512,23 +508,19 @@ class _ProgressReports:
             self._timed -= before.longest_ms > 0
 
     def forget(self) -> None:
-        """Forget all reports, because another generation begins."""
         for report in (self._said, self._oldest, self._newest):
             report.clear()
         self._timed = self._longest_ms = 0
 
 
 class _Rendezvous:
-    """Where the ranks of the coming generation meet: a store in the agent of node ``host``.
-
-    ``sources`` is from where ranks that have moved fetch their state, by rank.
-    """
+    """Where the ranks of the coming generation meet: a store in the agent of node ``host``."""
 
     def __init__(self, nnodes: int, nproc: int) -> None:
         self.nnodes = nnodes
         self.nproc = nproc
         self.run_id = uuid.uuid4().hex
-        self.sources: dict[int, str] = {}
+        self.sources: dict[int, str] = {}  # from where ranks that have moved fetch their state, by rank
         self.generation = -1
         self.host = -1
         self._where: tuple[str, int] | None = None

@@ -8,122 +8,22 @@ from typing import Any
 
 from checkpointless.launcher.coordinator.job import FAILED, NOT_YET, Job, Node, Phase, Rank
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
-from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exit_cause
+from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.messages import (
-    IN_BLOCK,
-    Barrier,
     Command,
     DeviceBad,
-    Done,
     End,
-    FaultReport,
-    Hello,
-    RankEnded,
     RankState,
-    Standing,
 )
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 
 logger = logging.getLogger(__name__)
 
 
-class _StandingReports:
-    """Collects what the nodes report about their ranks until all nodes have come; updates the job by it."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._standings: dict[int, Standing] = {}
-        self._causes: list[Cause] = []
-        self._ends: list[RankEnded] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._standings)
-
-    @property
-    def generation(self) -> int:
-        return max(standing.generation for standing in self._standings.values())
-
-    @property
-    def incidents(self) -> int:
-        return max(standing.incident for standing in self._standings.values())
-
-    @property
-    def high_water(self) -> int:
-        """The highest step that any rank is known to have committed."""
-        told = max(standing.high_water for standing in self._standings.values())
-        return max(told, *(rank.committed for rank in self._job.ranks))
-
-    @property
-    def run_id(self) -> str:
-        return next(iter(self._standings.values())).run_id
-
-    def put(self, node: Node, standing: Standing) -> None:
-        self._standings[node.index] = standing
-        for said in standing.ranks:
-            rank = self._job.rank_of(said.number, node)
-            rank.incarnation, rank.committed, rank.making = said.incarnation, said.committed, said.making
-            self._job.move(rank, said.state)
-
-    def drop(self, node: Node) -> None:
-        """Forget the report of a node that is lost (again)."""
-        self._standings.pop(node.index, None)
-
-    def hear(self, rank: Rank, message: Hello | Barrier | FaultReport | RankEnded | Done) -> None:
-        """Record what happened to a rank before its own node came, or while other nodes are on their way."""
-        if isinstance(message, FaultReport):
-            self._causes.append(message.cause)
-        elif isinstance(message, RankEnded):
-            self._ends.append(message)
-            self._job.move(rank, RankState.GONE)
-        elif rank.state is not RankState.GONE:  # else no process of it was asked for yet
-            self._job.move(rank, RankState.DONE if isinstance(message, Done) else RankState.READY)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every rank's block had returned, as one node knows, and nobody is missing in the next one."""
-        newest = self.generation
-        if not any(each.finished and each.generation == newest for each in self._standings.values()):
-            return False
-        return not {RankState.READY, RankState.GONE} <= {rank.state for rank in self._job.ranks}
-
-    def failure(self) -> str:
-        """Return which rank failed, or which node was lost, after all blocks had returned ("": none)."""
-        failed = [exit_cause(end.rank, end.code, NO_STEP) for end in self._ends if end.code != 0]
-        absent = self._absent()
-        if absent and not failed:
-            return f"node {absent[0]} was lost before its ranks had ended (as was the coordinator)"
-        return str(attribute(failed)) if failed else ""
-
-    def cause(self) -> Cause | None:
-        """Return why the job has to regroup, or None if all its ranks are in their block and undisturbed."""
-        ranks = self._job.ranks
-        causes = [exit_cause(end.rank, end.code, end.making) for end in self._ends if not end.forgiven]
-        if causes or self._causes:
-            return attribute([*self._causes, *causes])
-        of = {standing.generation for standing in self._standings.values()}
-        if len(of) == 1 and all(rank.state in IN_BLOCK for rank in ranks):
-            return None
-        absent = self._absent()
-        step = max(rank.making for rank in ranks)
-        if absent:
-            why = "as was the coordinator"
-            return Cause(CauseKind.LOSS, None, "node", "was lost", step, why, who=f"node {absent[0]}")
-        gone = next((rank for rank in ranks if rank.state is RankState.GONE), None)
-        if gone is not None:
-            return Cause(CauseKind.LOSS, gone.number, "exit", "ended while there was no coordinator", step)
-        why = "in the middle of an incident"
-        return Cause(CauseKind.LOSS, None, "coordinator", "was lost", step, why, who="the coordinator")
-
-    def _absent(self) -> list[int]:
-        return sorted({rank.node.index for rank in self._job.ranks} - self._standings.keys())
-
-
 class Membership:
     """Admits nodes to a job, and replaces those that are lost.
 
-    ``standings`` is what nodes reported about ranks that an earlier coordinator had them start. ``on_loss`` is
-    called with a node that is lost, before anything follows from that.
+    ``on_loss`` is called with a node that is lost, before anything follows from that.
     """
 
     def __init__(
@@ -135,21 +35,15 @@ class Membership:
         on_loss: Callable[[Node], None],
     ) -> None:
         self._job = job
-        self.standings = _StandingReports(job)
         self._processes = processes
         self._regrouping = regrouping
         self._on_complete = on_complete
         self._on_loss = on_loss
 
     def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
-        """Admit the agent of a node, which must also report that it has joined once it can start processes.
+        """Admit the agent of node ``index`` (-1: of a spare), which has joined once it can start ranks.
 
-        Args:
-            index: the node's number; -1 for a spare, which gets a number when a node is lost.
-            send: sends the node a command; it must not call back.
-
-        Raises:
-            ValueError: the job has no place for the node; the message says why.
+        ``send`` sends it a command, and must not call back. A ``ValueError`` says why the job has no place for it.
         """
         job = self._job
         wanted = job.nodes[0].nproc
@@ -217,7 +111,7 @@ class Membership:
         job.not_joined.add(node.index)
         job.back_by_s.pop(node.index, None)
         job.progress.drop(node.index)
-        self.standings.drop(node)
+        job.standings.pop(node.index, None)
         self._lose_ranks(node, reason, since_s)
 
     def bad_device(self, rank: Rank, message: DeviceBad) -> None:
@@ -287,7 +181,6 @@ class Membership:
         return node.is_back or node.searching or self._job.phase is Phase.FINISHING
 
     def _lose_ranks(self, node: Node, reason: str, since_s: float | None) -> None:
-        """Treat the ranks of a node that was lost as dead, and look for another node."""
         job, mine = self._job, self._job.ranks_of(node)
         states = {rank.state for rank in mine}
         making = max(rank.making for rank in mine)
@@ -300,7 +193,7 @@ class Membership:
             return
         if job.phase is Phase.JOINING:
             job.say(f"node {node.index} was lost before the job began ({reason})")
-            if self.standings or job.replace_at_s is not None:
+            if job.standings or job.replace_at_s is not None:
                 job.replace_at_s = job.clock() + job.config.node_timeout_s
                 return  # its ranks may train, and it may come back
         else:
@@ -314,7 +207,6 @@ class Membership:
             self._replace(node)
 
     def _replace(self, lost: Node) -> None:
-        """Have a spare take the place of a lost node, if one is ready."""
         job = self._job
         spare = job.free_spare()
         if spare is None:

@@ -289,7 +289,6 @@ class Moves:
             self._regrouping.begin_if_all_are_here()
 
     def _end(self, why: str) -> None:
-        """End a move that was not made, and its successors."""
         move, self._move = self._move, None
         assert move is not None
         move.spare.is_reserved = False

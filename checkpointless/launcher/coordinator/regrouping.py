@@ -1,12 +1,12 @@
 """Regrouping: an incident stops a generation, the ranks gather at the barrier, and the next generation begins.
 
-The processes of ranks are asked for once their generation's store is open, and killed when they are late.
+The processes of ranks are asked for once their generation's store is open.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from checkpointless.launcher.coordinator.hang_watch import HangWatch
 from checkpointless.launcher.coordinator.incident_policy import GiveUpDecision
@@ -32,7 +32,7 @@ from checkpointless.observability.telemetry.wording import plural
 
 
 class Processes:
-    """Has nodes open the store of the coming generation, and start and kill the processes of ranks."""
+    """Has nodes open the store of the coming generation, and start the processes of ranks."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -101,12 +101,6 @@ class Processes:
             self._start(rank, anyway=True)
         else:
             self._to_start[rank.number] = rank.incarnation, True
-
-    def kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
-        """Have processes killed; with a ``beat``, only those that have not beaten since they hung at it."""
-        for rank in ranks:
-            if rank.state is not RankState.GONE:
-                rank.node.send(Kill(rank.number, rank.incarnation, self._job.generation, beat))
 
     def hand_over(self) -> bool:
         """Have processes hand over their state if one cannot enter its block again; return whether they do.
@@ -387,7 +381,9 @@ class Regrouping:
             incident.killed_the_late = True
             job.gather_by_s = now_s + limit_s
             job.say(f"incident {incident.id}: {names} did not come back in time and is replaced")
-            self._processes.kill(late)
+            for rank in late:
+                if rank.state is not RankState.GONE:
+                    rank.node.send(Kill(rank.number, rank.incarnation, job.generation))
 
     def _what_is_missing(self) -> str:
         """Return which node or store has not come in time; "" if only ranks are late, which can be replaced."""
@@ -400,7 +396,6 @@ class Regrouping:
         return ""
 
     def _begin(self) -> None:
-        """Begin a generation, since all ranks are at the barrier."""
         job = self._job
         self._notify()
         self._look_back()

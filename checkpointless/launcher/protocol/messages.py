@@ -128,14 +128,11 @@ class Barrier(_OfRank, frozen=True, tag="barrier"):
 
 
 class Replace(Message, frozen=True, tag="replace"):
-    """The rank's process exits next and asks for a successor.
-
-    If it is ``handed_over``, the successor finds its state in the node's memory.
-    """
+    """The rank's process exits next and asks for a successor."""
 
     generation: Int
     reason: str
-    handed_over: bool = False
+    handed_over: bool = False  # whether the successor finds its state in the node's memory
 
 
 class Done(_OfRank, frozen=True, tag="done"):
@@ -296,13 +293,10 @@ class DeviceBad(Message, frozen=True, tag="device"):
 
 
 class MoveWanted(Message, frozen=True, tag="move-wanted"):
-    """A spare is to take the ranks of a node over; ``reason`` is for people.
+    """A spare is to take the ranks of a node over, as that asks for itself, or an operator for any."""
 
-    The node asks for that itself; or an operator does, for ``node`` or the node of ``rank`` (the other is -1).
-    """
-
-    reason: str
-    node: Int = -1
+    reason: str  # for people
+    node: Int = -1  # of an operator; -1 if it names a ``rank`` of the node
     rank: Int = -1
 
 
@@ -374,12 +368,9 @@ class OpenStore(Message, frozen=True, tag="open-store"):
 
 
 class Discard(Message, frozen=True, tag="discard"):
-    """End the ranks of this node, and join as a node that has none.
+    """End the ranks of this node, and join as a node that has none."""
 
-    They were declared dead; or, if they ``moved``, successors on another node have taken their place.
-    """
-
-    moved: bool = False
+    moved: bool = False  # whether successors on another node have taken their place; else they were declared dead
 
 
 class Displaced(Message, frozen=True, tag="displaced"):
@@ -395,15 +386,12 @@ class MoveNews(Message, frozen=True, tag="move-news"):
 
 
 class Kill(Message, frozen=True, tag="kill"):
-    """End the process of ``rank`` if no generation after ``generation`` has begun; its end is no fault by itself.
-
-    With a ``beat``, it is ended only if its main thread is still stuck at it.
-    """
+    """End the process of ``rank`` if no generation after ``generation`` has begun; that is no fault by itself."""
 
     rank: Int
     incarnation: Int
     generation: Int
-    beat: Int = -1
+    beat: Int = -1  # if there is one, only if the process's main thread is still stuck at it
 
 
 class OneEnded(Message, frozen=True, tag="one-ended"):
@@ -440,11 +428,7 @@ class Vocabulary:
         self._decoder = msgspec.json.Decoder(functools.reduce(operator.or_, classes))
 
     def decode(self, line: bytes) -> Any:  # Any: a message of one of the classes
-        """Return the message in ``line``, which may end in a newline.
-
-        Raises:
-            ProtocolError: the line is malformed, oversized, or not a message of this sender.
-        """
+        """Return the message in ``line``; ``ProtocolError`` if it is malformed, oversized, or another sender's."""
         if len(line) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
         try:
@@ -461,11 +445,7 @@ FROM_OPERATOR = Vocabulary("operator", MoveWanted)
 
 
 def encode(message: Message) -> bytes:
-    """Return ``message`` as one line, newline included; texts that are too long lose their middle.
-
-    Raises:
-        ProtocolError: the message is too large all the same.
-    """
+    """Return ``message`` as a line; texts lose their middle, or ``ProtocolError`` is raised, if it is too long."""
     line = msgspec.json.encode(_sendable(msgspec.to_builtins(message, enc_hook=_sendable)))
     if len(line) >= MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a {message.type!r} message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
@@ -479,11 +459,7 @@ class LineBuffer:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that ``data`` completes, without their newlines.
-
-        Raises:
-            ProtocolError: a line is longer than a message may be.
-        """
+        """Return the lines that ``data`` completes, without newlines; ``ProtocolError`` if one is too long."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if any(len(line) > MAX_MESSAGE_BYTES for line in (*lines, self._rest)):
             raise ProtocolError(f"a line is over {MAX_MESSAGE_BYTES} bytes")
