@@ -43,11 +43,10 @@ class Job:
     def __init__(
         self,
         nnodes: int = 2,
-        max_incidents: int | None = None,
+        *,
         events: Path | None = None,
         heartbeat_timeout_s: float | None = HEARTBEAT_S,
-        max_restarts: int = 0,
-        move_stragglers: bool = False,
+        **config: Any,
     ) -> None:
         self.said: list[str] = []
         self.sent: list[tuple[Node | None, Command]] = []
@@ -61,9 +60,7 @@ class Job:
                 nnodes=nnodes,
                 heartbeat_timeout_s=heartbeat_timeout_s,
                 regroup_timeout_s=REGROUP_S,
-                max_incidents=max_incidents,
-                max_restarts=max_restarts,
-                move_stragglers=move_stragglers,
+                **config,
             ),
             events=EventLog(events, node=0),
             say=self.said.append,
@@ -85,12 +82,10 @@ class Job:
         return place[0]
 
     def hear(self, node: Node, message: NodeMessage) -> None:
-        """Give the coordinator a message of a node."""
         self.coordinator.hear(node, message)
         self.open_stores()
 
     def lose(self, node: Node, reason: str) -> None:
-        """Tell the coordinator that a node is lost."""
         self.coordinator.membership.lose(node, reason)
         self.open_stores()
 
@@ -157,11 +152,8 @@ class Job:
 
     def take(self, kind: type[AnyCommand]) -> list[tuple[int, AnyCommand]]:
         """Return the commands of one kind that were sent since they were last forgotten, and the node of each."""
-        return [
-            (-1 if node is None else node.index, command)
-            for node, command in self.sent
-            if isinstance(command, kind)
-        ]
+        found = ((node, command) for node, command in self.sent if isinstance(command, kind))
+        return [(-1 if node is None else node.index, command) for node, command in found]
 
     def now_s(self) -> float:
         return time.monotonic() + self.later_s

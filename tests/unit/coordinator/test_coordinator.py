@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.job import Node
+from checkpointless.launcher.coordinator.job import Node, _ProgressReports
 from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.messages import (
     Answer,
@@ -26,7 +27,7 @@ from checkpointless.launcher.protocol.messages import (
     SilentRank,
     Spawn,
 )
-from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
+from checkpointless.observability.telemetry.events import read_events
 from tests.drawn import examples
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, at_barrier, go_env
 
@@ -66,8 +67,7 @@ def test_a_node_that_does_not_fit_is_refused() -> None:
         job.admit(0)
 
 
-def test_a_node_may_not_speak_of_ranks_that_it_does_not_run() -> None:
-    job = Job().begin()
+def test_a_node_may_not_speak_of_ranks_that_it_does_not_run(job: Job) -> None:
     with pytest.raises(ValueError, match="node 0 named rank 2, which it does not run"):
         job.hear(job.coordinator.nodes[0], Done(0, rank=2))
 
@@ -91,8 +91,7 @@ def test_ranks_that_never_enter_are_replaced_once_and_then_end_the_job() -> None
 # ---- the end
 
 
-def test_all_done_and_gone_is_a_good_end() -> None:
-    job = Job().begin()
+def test_all_done_and_gone_is_a_good_end(job: Job) -> None:
     for rank in job.ranks:
         assert job.take(Finish) == []
         job.tell(rank, Done(0, rank=rank))
@@ -109,15 +108,13 @@ def test_a_rank_that_ends_while_another_waits_for_it(ready_first: bool) -> None:
     job = Job().join_all()
     if ready_first:
         job.ready(2)
-        job.ends(1, 0)
-    else:
-        job.ends(1, 0)
+    job.ends(1, 0)
+    if not ready_first:
         job.ready(2)
     assert job.last_word == "rank 1 ended without entering the block that rank 2 waits in"
 
 
-def test_a_node_that_gives_up_ends_the_job_everywhere() -> None:
-    job = Job().begin()
+def test_a_node_that_gives_up_ends_the_job_everywhere(job: Job) -> None:
     spare = job.join(-1)
     job.hear(job.coordinator.nodes[1], GiveUp(-1, "stopped by SIGTERM"))
     assert job.last_word == "stopped by SIGTERM"
@@ -131,8 +128,7 @@ def test_a_node_that_gives_up_ends_the_job_everywhere() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 256, -256, 1 << 60])
-def test_a_job_that_was_given_up_does_not_end_well(code: int) -> None:
-    job = Job().begin()
+def test_a_job_that_was_given_up_does_not_end_well(job: Job, code: int) -> None:
     job.hear(job.coordinator.nodes[0], GiveUp(-1, "it left", code))
     assert job.outcome == End(1, ["it left"])
 
@@ -140,23 +136,19 @@ def test_a_job_that_was_given_up_does_not_end_well(code: int) -> None:
 # ---- progress
 
 
-def test_recovered_is_said_when_every_node_has_made_the_lost_step() -> None:
-    job = Job().begin()
+def test_recovered_is_said_when_every_node_has_made_the_lost_step(job: Job) -> None:
     job.raises(0)
     job.ready(*job.ranks, committed=3, making=4)
-    one, two = job.coordinator.nodes
-    job.hear(one, Progress(4, 4, 5, 0))
-    job.hear(two, Progress(3, 4, 5, 0))
+    job.tell(0, Progress(4, 4, 5, 0))
+    job.tell(2, Progress(3, 4, 5, 0))
     assert len(job.said) == 1
-    job.hear(two, Progress(4, 4, 5, 0))
+    job.tell(2, Progress(4, 4, 5, 0))
     assert job.said[1].startswith("incident 1: recovered in ")
 
 
-def test_a_fall_back_to_storage_is_seen_when_every_node_is_behind() -> None:
-    job = Job().begin()
-    one, two = job.coordinator.nodes
-    for node, step in ((one, 9), (two, 9), (one, 5), (two, 6)):
-        job.hear(node, Progress(step, step, step + 1, 0))
+def test_a_fall_back_to_storage_is_seen_when_every_node_is_behind(job: Job) -> None:
+    for rank, step in ((0, 9), (2, 9), (0, 5), (2, 6)):
+        job.tell(rank, Progress(step, step, step + 1, 0))
     job.raises(0)
     job.ready(*job.ranks, committed=3)
     assert [begin.high_water for _, begin in job.take(Go)] == [3, 3]
@@ -244,15 +236,15 @@ class Observer:
             job.lose(node, "it is gone")
         elif kind == "ready":
             self.ready(rank, *more)
-        elif kind == "all ready":
+        elif kind in ("all ready", "all done"):
             for each in coordinator.ranks:
-                if not (self.is_away(each.node) or each.node.is_back or each.number in self.at_barrier):
+                if self.is_away(each.node) or each.node.is_back:
+                    continue
+                if kind == "all done":
+                    job.tell(each.number, Done(coordinator.job.generation, rank=each.number))
+                elif each.number not in self.at_barrier:
                     self.ready(each.number, each.incarnation, 1)
                     self.look()
-        elif kind == "all done":
-            for each in coordinator.ranks:
-                if not (self.is_away(each.node) or each.node.is_back):
-                    job.tell(each.number, Done(coordinator.job.generation, rank=each.number))
         elif kind == "ended":
             if self.incarnations.get(rank) == more[0]:
                 self.at_barrier.discard(rank)
@@ -269,20 +261,8 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
     if kind == "progress":
         return Progress(number - more, number, number + 1, 0)
     if kind == "silent":
-        return Silent(
-            [
-                SilentRank(
-                    rank,
-                    number,
-                    int(more * 1000 * HEARTBEAT_S),
-                    int(more * 1000 * HEARTBEAT_S),
-                    2,
-                    bool(number % 2),
-                    ord("SRTD"[number % 4]),
-                    number,
-                )
-            ]
-        )
+        age_ms = int(more * 1000 * HEARTBEAT_S)
+        return Silent([SilentRank(rank, number, age_ms, age_ms, 2, bool(number % 2), ord("SRTD"[number]), number)])
     return Answer(number, more, "a stack", rank=rank)
 
 
@@ -308,12 +288,26 @@ def test_no_order_of_messages_makes_it_raise_or_begin_without_every_rank(begun: 
     assert isinstance(observer.job.outcome, End)
 
 
-def test_a_coordinator_notes_progress_now_and_then(tmp_path: Path) -> None:
-    job = Job(events=tmp_path / EVENTS_FILE)
-    job.join_all().ready(*job.ranks)
+def test_a_coordinator_notes_progress_now_and_then(job: Job, tmp_path: Path) -> None:
     job.progress(1)
     job.coordinator._note_progress_at_s = 0.0
     job.progress(2)
     job.progress(3)
     notes = [event.fields["high_water"] for event in read_events(tmp_path) if event.stage == "progress"]
     assert notes == [2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.none() | st.tuples(st.integers(-1, 9), st.integers(-1, 9)))))
+def test_reports_agree_with_brute_force(said: Sequence[tuple[int, tuple[int, int] | None]]) -> None:
+    reports, last = _ProgressReports(5), dict[int, tuple[int, int]]()
+    for node, steps in said:
+        if steps is None:
+            reports.drop(node)
+            last.pop(node, None)
+        else:
+            reports.put(node, Progress(*steps, 10, 0))
+            last[node] = steps
+        assert reports.are_complete == (len(last) == 5)
+        if last:
+            assert reports.oldest == min(oldest for oldest, _ in last.values())
+            assert reports.newest == max(newest for _, newest in last.values())

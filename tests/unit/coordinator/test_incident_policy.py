@@ -8,7 +8,6 @@ from checkpointless.launcher.coordinator.incident_policy import (
     NO_PROGRESS_LIMIT,
     History,
 )
-from checkpointless.launcher.coordinator.regrouping import _certain_failure, _may_be_certain
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exception_cause, exit_cause
 
 CAUSES = st.builds(
@@ -31,36 +30,6 @@ def test_the_first_of_the_strongest_causes_explains(causes: list[Cause]) -> None
     assert all(kinds.index(cause.kind) <= kinds.index(found.kind) for cause in causes)
     assert next(cause for cause in causes if cause.kind == found.kind) == found
     assert found.culprit == (None if found.kind is CauseKind.VICTIM else found.rank)
-
-
-FAILURES = st.builds(
-    exception_cause,
-    st.just(0),
-    st.sampled_from(["ValueError", "KeyError"]),
-    st.sampled_from(["no", "not here"]),
-    st.just("Traceback"),
-    st.sampled_from([-1, 1]),
-    victim=st.booleans(),
-)
-
-
-@given(st.lists(st.one_of(FAILURES, st.just(bug(-1)), st.just(DEATH)), min_size=1, max_size=4), st.integers(1, 4))
-def test_a_job_fails_for_certain_if_all_ranks_raise_the_same_before_the_first_step(
-    causes: list[Cause], world_size: int
-) -> None:
-    by_rank = dict(enumerate(causes[:world_size]))
-    alike = all(
-        (cause.kind, cause.how, cause.error, cause.message, cause.step)
-        == (CauseKind.EXCEPTION, "exception", causes[0].error, causes[0].message, -1)
-        for cause in by_rank.values()
-    )
-    assert _may_be_certain(by_rank.values()) is alike
-    decision = _certain_failure(by_rank, world_size)
-    assert (decision is not None) is (alike and len(by_rank) == world_size)
-    if decision is not None:
-        assert decision.is_final
-        assert "before the first step" in decision.reason
-        assert decision.last_words == by_rank[0].traceback
 
 
 def decisions(*incidents: tuple[Cause, int], max_incidents: int | None = None) -> list[bool]:

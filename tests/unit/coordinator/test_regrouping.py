@@ -1,4 +1,4 @@
-"""Test what the coordinator makes of faults, until the next generation begins."""
+"""Test what the coordinator makes of faults, until the next generation begins, and what is said of incidents."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from checkpointless.launcher.protocol.messages import (
     Done,
     FaultNotice,
     Go,
+    HandOver,
+    Inexact,
     RankState,
     Spawn,
 )
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.event_names import EventName, Rung
+from checkpointless.observability.telemetry.events import Event, read_events
 from tests.unit.messaged_job import Job, at_barrier, go_env
 
 
-def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -> None:
-    job = Job().begin()
+def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all(job: Job) -> None:
     job.raises(2)
     interrupt = FaultNotice(0, "1", "rank 2 raised ValueError at step 4: no", 2)
     assert job.take(FaultNotice) == [(0, interrupt), (1, interrupt)]
@@ -36,8 +37,7 @@ def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -
     assert job.said == ["incident 1: rank 2 raised ValueError at step 4: no; recovering"]
 
 
-def test_a_process_that_dies_is_replaced_alone() -> None:
-    job = Job().begin()
+def test_a_process_that_dies_is_replaced_alone(job: Job) -> None:
     job.ends(2)
     assert [interrupt.rank for _, interrupt in job.take(FaultNotice)] == [2, 2]
     ((node, spawn),) = job.take(Spawn)
@@ -46,8 +46,7 @@ def test_a_process_that_dies_is_replaced_alone() -> None:
     assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
 
 
-def test_the_first_of_the_strongest_causes_is_told_and_a_victim_only_in_want_of_another() -> None:
-    job = Job().begin()
+def test_the_first_of_the_strongest_causes_is_told_and_a_victim_only_in_want_of_another(job: Job) -> None:
     job.raises(0, CauseKind.VICTIM)
     assert [interrupt.rank for _, interrupt in job.take(FaultNotice)] == [None, None]
     assert job.said == []
@@ -69,13 +68,7 @@ def test_the_first_of_the_strongest_causes_is_told_and_a_victim_only_in_want_of_
     ]
 
 
-@pytest.fixture
-def logged(tmp_path: Path) -> Job:
-    return Job(events=tmp_path / "events.jsonl").begin()
-
-
-def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
-    job = logged
+def test_every_step_up_says_why(job: Job, tmp_path: Path) -> None:
     job.raises(0)
     job.ready(*job.ranks, committed=3, making=4)
     _, two = job.coordinator.nodes
@@ -93,8 +86,7 @@ def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
     assert job.said[-1] == "incident 2: storage or copies brought step 0 back; step 3 had been committed"
 
 
-def test_what_is_stale_is_ignored() -> None:
-    job = Job().begin()
+def test_what_is_stale_is_ignored(job: Job) -> None:
     job.ends(2)
     job.ready(*job.ranks)
     job.sent.clear()
@@ -109,8 +101,7 @@ def test_what_is_stale_is_ignored() -> None:
     assert (job.sent, job.said) == ([], [])
 
 
-def test_a_fault_during_the_recovery_belongs_to_the_incident() -> None:
-    job = Job().begin()
+def test_a_fault_during_the_recovery_belongs_to_the_incident(job: Job) -> None:
     job.raises(2)
     job.ready(0, 1, 2)
     job.ends(0)
@@ -120,9 +111,8 @@ def test_a_fault_during_the_recovery_belongs_to_the_incident() -> None:
     assert [(begin.generation, begin.incident) for _, begin in job.take(Go)] == [(1, "1")] * 2
 
 
-def test_a_rank_that_has_returned_within_a_step_is_named_before_the_others_count_as_stalled() -> None:
+def test_a_rank_that_has_returned_within_a_step_is_named_before_the_others_count_as_stalled(job: Job) -> None:
     """It has caught an exception; the others wait for it in a collective."""
-    job = Job().begin()
     job.tell(1, Done(0, committed=3, making=4, rank=1))
     job.tick()
     assert job.said == []
@@ -133,10 +123,89 @@ def test_a_rank_that_has_returned_within_a_step_is_named_before_the_others_count
 
 
 @pytest.mark.parametrize("making", [3, 4])
-def test_ranks_that_return_together_or_behind_their_last_step_are_not_named(making: int) -> None:
-    job = Job().begin()
+def test_ranks_that_return_together_or_behind_their_last_step_are_not_named(job: Job, making: int) -> None:
     job.tell(1, Done(0, committed=3, making=making, rank=1))
     for rank in job.ranks if making == 4 else ():
         job.tell(rank, Done(0, committed=3, making=making, rank=rank))
     job.tick(after_s=1.5)
     assert job.said == []
+
+
+UNFIT = "rank 1 could not enter its block again"
+
+
+def hand_over(job: Job, *ranks: int) -> None:
+    for rank in ranks:
+        job.ends(rank, 75, forgiven=True, handed_over=True)
+
+
+def test_all_processes_hand_over_once_all_are_at_the_barrier(job: Job, tmp_path: Path) -> None:
+    job.raises(1)
+    job.ready(1, entered=True, unfit=UNFIT)
+    job.ready(0, 2, committed=4, entered=True)
+    assert job.take(HandOver) == []
+    job.ready(3, committed=3, entered=True)
+    assert job.take(HandOver) == [(0, HandOver(0, 4, [0, 1])), (1, HandOver(0, 4, [2, 3]))]
+    assert any(UNFIT in line for line in job.said)
+    hand_over(job, *job.ranks)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1, 2, 3]
+    assert job.take(Go) == []
+    job.ready(*job.ranks, committed=4)
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
+    rungs = [event.fields["rung"] for event in read_events(tmp_path) if event.stage == EventName.RUNG]
+    assert rungs == [Rung.OWN_STATE.label]
+
+
+def test_where_it_was_needed_once_it_is_done_at_every_fault_to_processes_that_were_in_their_block(job: Job) -> None:
+    job.raises(1)
+    job.ready(*job.ranks, entered=True, unfit=UNFIT)
+    hand_over(job, *job.ranks)
+    job.ready(*job.ranks, committed=4)
+    job.sent.clear()
+    job.ends(2)
+    job.ready(2, committed=4)
+    job.ready(0, 1, 3, committed=4, entered=True)
+    assert [command.ranks for _, command in job.take(HandOver)] == [[0, 1], [3]]
+    assert len([line for line in job.said if UNFIT in line]) == 1
+
+
+def recovers(job: Job, run_dir: Path, *inexact: int) -> Event:
+    """Have rank 0 fail, and all make step 4 again, not exactly on some ranks; return the event of that."""
+    job.raises(0)
+    job.ready(*job.ranks, committed=3, making=4)
+    differ(job, *inexact)
+    job.progress(4)
+    (recovered,) = [event for event in read_events(run_dir) if event.stage == "recovered"]
+    return recovered
+
+
+def differ(job: Job, *ranks: int) -> None:
+    for rank in ranks:
+        job.tell(rank, Inexact(1, "step 4 takes another batch", rank=rank))
+
+
+def test_a_fault_counts_from_when_it_happened(job: Job, tmp_path: Path) -> None:
+    job.coordinator.membership.lose(job.coordinator.nodes[1], "no word from it for 7 s", job.now_s() - 7)
+    job.join(1)
+    recovered = recovers(job, tmp_path)
+    (detect,) = [event for event in read_events(tmp_path) if event.stage == "detect"]
+    assert 7 <= detect.fields["undetected_s"] < 67
+    assert 7 <= recovered.fields["seconds"] < 67
+    assert (recovered.fields["step"], recovered.fields["made"]) == (4, True)
+    assert job.said[-1] == f"incident 1: recovered in {recovered.fields['seconds']:.2f} s (node); nothing was lost"
+
+
+def test_what_is_not_exact_is_in_the_last_line(job: Job, tmp_path: Path) -> None:
+    recovered = recovers(job, tmp_path, 1, 0, 1)
+    assert job.said[-1].startswith("incident 1: resumed, not exact, in ")
+    assert job.said[-1].endswith(" s (in-process); rank 0: step 4 takes another batch (1 other rank too)")
+    assert recovered.fields["inexact"] == "rank 0: step 4 takes another batch (1 other rank too)"
+    assert job.coordinator.job.incidents.inexact == 1
+
+
+def test_a_second_line_corrects_the_last_one_once(job: Job, tmp_path: Path) -> None:
+    recovers(job, tmp_path)
+    before = len(job.said)
+    differ(job, 1, 0)
+    assert job.said[before:] == ["incident 1: resumed, not exact: rank 1: step 4 takes another batch"]
+    assert job.coordinator.job.incidents.inexact == 1

@@ -105,8 +105,8 @@ def test_every_node_knows_of_the_first_rank_that_ends_well() -> None:
     assert [message.rank for _, message in job.take(OneEnded)] == [1, 1]
 
 
-def fail_before_the_first_step(job: Job, rank: int, error: str = "ValueError") -> None:
-    cause = exception_cause(rank, error, "devices=4", "Traceback", -1, victim=False)
+def fail_before_the_first_step(job: Job, rank: int, error: str = "ValueError", step: int = -1) -> None:
+    cause = exception_cause(rank, error, "devices=4", "Traceback", step, victim=error == "a victim's")
     job.tell(rank, FaultReport(job.coordinator.job.generation, cause, rank=rank))
 
 
@@ -121,18 +121,18 @@ def test_what_all_ranks_raise_before_the_first_step_ends_the_job_at_once() -> No
     assert job.outcome.last_words == [reason, "Traceback"]
 
 
-@pytest.mark.parametrize("other", ["nothing", "another error", "a death"])
-def test_what_not_all_ranks_raise_before_the_first_step_is_tried_again(other: str) -> None:
-    job = Job().begin()
+@pytest.mark.parametrize("other", ["nothing", "KeyError", "a victim's", "a step", "a death"])
+def test_what_not_all_ranks_raise_before_the_first_step_is_tried_again(job: Job, other: str) -> None:
     fail_before_the_first_step(job, 0)
     fail_before_the_first_step(job, 1)
     assert job.take(FaultNotice) == []  # the others may be about to raise it, too
-    if other == "another error":
-        fail_before_the_first_step(job, 2, "KeyError")
+    if other == "nothing":
+        job.tick(SAME_FAILURE_S + 1)
     elif other == "a death":
         job.ends(2)
     else:
-        job.tick(SAME_FAILURE_S + 1)
+        is_late = other == "a step"
+        fail_before_the_first_step(job, 2, "ValueError" if is_late else other, 1 if is_late else -1)
     assert len(job.take(FaultNotice)) == 2
     job.ready(*job.ranks)
     assert job.coordinator.job.generation == 1

@@ -76,8 +76,7 @@ def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_no
     assert [begin.generation for _, begin in job.take(Go)] == [1, 1, 1]
 
 
-def test_who_does_not_answer_again_and_again_hangs() -> None:
-    job = Job().begin()
+def test_who_does_not_answer_again_and_again_hangs(job: Job) -> None:
     job.progress(3)
     silence(job, 3)
     job.tick()
@@ -89,8 +88,7 @@ def test_who_does_not_answer_again_and_again_hangs() -> None:
 
 
 @pytest.mark.parametrize("letter", ["R", "D", "t"])
-def test_who_cannot_answer_is_waited_for(letter: str) -> None:
-    job = Job().begin()
+def test_who_cannot_answer_is_waited_for(job: Job, letter: str) -> None:
     job.progress(3)
     wait_in_silence(job, 3, seconds=15, letter=letter)
     assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
@@ -99,8 +97,7 @@ def test_who_cannot_answer_is_waited_for(letter: str) -> None:
     assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
 
 
-def test_a_node_that_has_not_spoken_of_its_ranks_since_does_not_accuse_them() -> None:
-    job = Job().begin()
+def test_a_node_that_has_not_spoken_of_its_ranks_since_does_not_accuse_them(job: Job) -> None:
     job.progress(3)
     silence(job, 3)
     job.tick()
@@ -150,8 +147,7 @@ def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
     job.tick()
 
 
-def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed() -> None:
-    job = Job().begin()
+def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(job: Job) -> None:
     silence(job, *job.ranks)
     job.tick()
     for rank in job.ranks:
@@ -169,8 +165,7 @@ def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(
 
 
 @pytest.mark.parametrize("again", [(), (3,)])
-def test_a_rank_that_moved_on_since_it_was_asked_is_left_alone(again: tuple[int, ...]) -> None:
-    job = Job().begin()
+def test_a_rank_that_moved_on_since_it_was_asked_is_left_alone(job: Job, again: tuple[int, ...]) -> None:
     job.progress(3)
     silence(job, 3)
     job.tick()

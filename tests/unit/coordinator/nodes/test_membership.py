@@ -1,4 +1,4 @@
-"""Test that nodes come, are lost and are replaced, and that one of them has the store."""
+"""Test that nodes come, are lost and are replaced, that one has the store, and what bad devices lead to."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import time
 import pytest
 
 from checkpointless.launcher.protocol.messages import (
+    DeviceBad,
     End,
     FaultNotice,
     Go,
+    Holding,
     Joined,
     Kill,
     Leaving,
+    RankEnded,
     Searching,
     Spawn,
     StoreOpened,
@@ -20,16 +23,14 @@ from checkpointless.launcher.protocol.messages import (
 from tests.unit.messaged_job import HEARTBEAT_S, REGROUP_S, Job, at_barrier, go_env
 
 
-def test_a_node_that_fell_silent_was_lost_at_its_last_word() -> None:
-    job = Job().begin()
+def test_a_node_that_fell_silent_was_lost_at_its_last_word(job: Job) -> None:
     job.coordinator.membership.lose(job.coordinator.nodes[1], "no word from it for 10 s", time.monotonic() - 10)
     incident = job.coordinator.job.incidents.open
     assert incident is not None
     assert 10 <= (incident.undetected_s or 0.0) < 70
 
 
-def test_a_spare_takes_the_place_of_a_lost_node() -> None:
-    job = Job().begin()
+def test_a_spare_takes_the_place_of_a_lost_node(job: Job) -> None:
     spare = job.join(-1)
     assert job.sent == []
     lost = job.coordinator.nodes[1]
@@ -47,8 +48,7 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
 
 
 @pytest.mark.parametrize("index", [1, -1])
-def test_without_a_spare_another_node_may_come_in_time(index: int) -> None:
-    job = Job().begin()
+def test_without_a_spare_another_node_may_come_in_time(job: Job, index: int) -> None:
     job.lose(job.coordinator.nodes[1], "it is gone")
     assert job.said[-1] == "no spare is ready: waiting up to 30 s for another node 1"
     job.ready(0, 1)
@@ -71,8 +71,7 @@ def test_a_node_that_is_lost_before_the_job_began_may_come_back() -> None:
     assert [spawn.incarnation for _, spawn in job.take(Spawn)] == [0] * 4
 
 
-def test_a_node_whose_processes_have_ended_well_is_not_missed() -> None:
-    job = Job().begin()
+def test_a_node_whose_processes_have_ended_well_is_not_missed(job: Job) -> None:
     job.returns()
     job.ends(2, 0)
     job.ends(3, 0)
@@ -83,8 +82,7 @@ def test_a_node_whose_processes_have_ended_well_is_not_missed() -> None:
     assert job.outcome == End(0, [])
 
 
-def test_a_node_lost_before_its_processes_have_ended_is_no_success() -> None:
-    job = Job().begin()
+def test_a_node_lost_before_its_processes_have_ended_is_no_success(job: Job) -> None:
     job.returns()
     job.ends(2, 0)
     job.lose(job.coordinator.nodes[1], "it is gone")
@@ -95,8 +93,7 @@ def test_a_node_lost_before_its_processes_have_ended_is_no_success() -> None:
     assert job.last_word == f"node 1 was lost before its ranks had ended ({why})"
 
 
-def test_a_replacement_that_still_imports_is_waited_for() -> None:
-    job = Job().begin()
+def test_a_replacement_that_still_imports_is_waited_for(job: Job) -> None:
     job.lose(job.coordinator.nodes[1], "it is gone")
     job.ready(0)
     node = job.admit(1)
@@ -111,8 +108,7 @@ def test_a_replacement_that_still_imports_is_waited_for() -> None:
     assert [index for index, _ in job.take(Go)] == [0, 1]
 
 
-def test_a_replacement_that_is_lost_before_its_ranks_were_started_is_replaced_by_a_spare() -> None:
-    job = Job().begin()
+def test_a_replacement_that_is_lost_before_its_ranks_were_started_is_replaced_by_a_spare(job: Job) -> None:
     job.lose(job.coordinator.nodes[1], "it is gone")
     replacement = job.admit(1)
     job.join(-1)
@@ -120,8 +116,7 @@ def test_a_replacement_that_is_lost_before_its_ranks_were_started_is_replaced_by
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
 
 
-def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_closes() -> None:
-    job = Job().begin()
+def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_closes(job: Job) -> None:
     job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
     said = list(job.said)
     job.tick(REGROUP_S - 0.1)
@@ -131,8 +126,7 @@ def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_close
     assert "node 1 was lost (stopped by SIGTERM)" in job.last_word
 
 
-def test_a_node_that_is_told_to_stop_is_replaced_but_not_the_coordinators() -> None:
-    job = Job().begin()
+def test_a_node_that_is_told_to_stop_is_replaced_but_not_the_coordinators(job: Job) -> None:
     job.coordinator.job.host = job.coordinator.nodes[0]
     job.join(-1)
     job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
@@ -176,8 +170,7 @@ def test_nobody_is_started_and_nothing_begins_before_the_store_is_there() -> Non
     assert [begin.env for _, begin in job.take(Go)] == [go_env(2), go_env(2)]
 
 
-def test_the_store_moves_to_another_node_when_its_own_is_lost() -> None:
-    job = Job().begin()
+def test_the_store_moves_to_another_node_when_its_own_is_lost(job: Job) -> None:
     job.join(-1)
     job.lose(job.coordinator.nodes[0], "it is gone")
     assert job.stores[1:] == [(1, 1)]
@@ -194,8 +187,7 @@ def test_the_store_moves_to_another_node_when_its_own_is_lost() -> None:
     assert [begin.env for _, begin in job.take(Go)][2:] == [go_env(2, host=1)] * 2
 
 
-def test_a_node_that_opens_no_store_ends_the_job_in_time() -> None:
-    job = Job().begin()
+def test_a_node_that_opens_no_store_ends_the_job_in_time(job: Job) -> None:
     job.opens = False
     job.raises(0)
     job.ready(*job.ranks)
@@ -215,3 +207,129 @@ def test_a_node_that_is_looked_for_while_all_ranks_are_ready_is_waited_for() -> 
     job.tick(after_s=HEARTBEAT_S / 2 + 1)
     assert job.outcome is None
     assert job.take(Kill) == []
+
+
+WHY = "the device check exited with 1: no"
+
+
+def bad(job: Job, rank: int) -> None:
+    """Have the node of the rank refuse to start its next process."""
+    job.tell(rank, DeviceBad(rank, job.coordinator.ranks[rank].incarnation, WHY))
+
+
+def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
+    return [(node, each.rank, each.incarnation, each.anyway) for node, each in job.take(Spawn)]
+
+
+def test_with_a_spare_the_node_is_given_up(job: Job) -> None:
+    spare = job.join(-1)
+    job.ends(2)
+    assert spawns(job) == [(1, 2, 1, False)]
+    given_up = job.coordinator.nodes[1]
+    bad(job, 2)
+    ends = job.take(End)
+    assert [(node, end.code) for node, end in ends] == [(1, 1)]
+    assert ends[0][1].last_words == [f"the device of rank 2 must not be used: {WHY}"]
+    assert job.coordinator.nodes[1] is spare
+    assert {each[1:] for each in spawns(job)} == {(2, 1, False), (2, 2, False), (3, 1, False)}
+    assert "node 1 is given up for a spare: the device of rank 2 must not be used" in job.said[-2]
+    job.ready(*job.ranks)
+    assert [node for node, _ in job.take(Go)] == [0, 1]
+    job.sent.clear()
+    job.hear(given_up, DeviceBad(2, 2, WHY))  # it is no part of the job any more
+    assert job.sent == []
+
+
+def test_without_a_spare_the_device_is_tried_until_the_limits_of_every_job_are_reached(job: Job) -> None:
+    tries = 0
+    while job.outcome is None:
+        tries += 1
+        assert tries < 10
+        job.ends(2)
+        if job.outcome is None:
+            job.sent.clear()
+            bad(job, 2)
+            assert spawns(job) == [(1, 2, tries, True)]
+            assert f"rank 2 is started on it {'once more' if tries == 1 else 'again: add a spare'}" in job.said[-1]
+            job.ready(*job.ranks, committed=3)
+    assert tries > 3
+    assert "in a row" in job.last_word
+
+
+def test_the_node_that_hosts_the_coordinator_is_not_given_up(job: Job) -> None:
+    job.coordinator.job.host = job.coordinator.nodes[0]
+    job.join(-1)
+    job.ends(0)
+    job.sent.clear()
+    bad(job, 0)
+    assert spawns(job) == [(0, 0, 1, True)]
+    assert job.outcome is None
+
+
+@pytest.mark.parametrize(("shards", "is_given_up"), [((0, 1, 0, 1), True), ((0, 0, 2, 2), False)])
+def test_a_node_with_the_only_holders_of_a_shard_is_tried_first(shards: tuple[int, ...], is_given_up: bool) -> None:
+    job = Job().begin()
+    job.join(-1)
+    job.progress(4)
+    for index in (0, 1):
+        job.hear(job.coordinator.nodes[index], Holding(list(shards[2 * index : 2 * index + 2])))
+    job.ends(2)
+    job.sent.clear()
+    bad(job, 2)
+    assert bool(job.take(End)) is is_given_up
+    if not is_given_up:
+        assert spawns(job) == [(1, 2, 1, True)]
+
+
+def test_a_report_of_an_earlier_process_is_ignored(job: Job) -> None:
+    job.join(-1)
+    job.ends(2)
+    job.sent.clear()
+    job.tell(2, DeviceBad(2, 0, WHY))
+    job.tell(3, DeviceBad(3, 0, WHY))  # its process lives
+    assert job.sent == []
+
+
+def test_a_device_that_has_worked_since_is_tried_again(job: Job) -> None:
+    for step in (5, 6, 7):
+        job.ends(2)
+        job.sent.clear()
+        bad(job, 2)
+        assert spawns(job) == [(1, 2, job.coordinator.ranks[2].incarnation, True)]
+        job.ready(*job.ranks)
+        job.progress(step)
+    assert job.outcome is None
+
+
+def test_a_report_that_is_repeated_gets_the_same_answer_because_it_may_be_lost(job: Job) -> None:
+    job.ends(2)
+    job.sent.clear()
+    job.join(-1)
+    job.hear(job.coordinator.nodes[0], Holding([0, 1]))
+    job.hear(job.coordinator.nodes[1], Holding([2, 3]))
+    job.coordinator.job.fresh.clear()  # rank 3 is the only one with what it holds
+    for _ in range(3):
+        bad(job, 2)
+    assert spawns(job) == [(1, 2, 1, True)] * 3
+    assert (job.outcome, job.take(End)) == (None, [])
+
+
+def test_a_process_that_was_never_started_is_not_stillborn(job: Job) -> None:
+    job.raises(0)
+    for _ in range(8):
+        rank = job.coordinator.ranks[2]
+        ended = RankEnded(2, rank.incarnation, -9, True, 3, 4, "rank-2.log", [], was_started=False)
+        job.tell(2, RankEnded(2, 0, -9, False, 3, 4, "rank-2.log", []) if rank.incarnation == 0 else ended)
+    assert job.outcome is None
+
+
+def test_the_device_is_tried_when_there_is_a_store_again(job: Job) -> None:
+    job.ends(2)
+    job.opens = False
+    job.lose(job.coordinator.nodes[0], "it hosts the store")
+    job.sent.clear()
+    bad(job, 2)
+    assert spawns(job) == []
+    job.opens = True
+    job.open_stores()
+    assert (1, 2, 1, True) in spawns(job)

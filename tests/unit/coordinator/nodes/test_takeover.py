@@ -1,25 +1,65 @@
-"""Test a coordinator that finds the ranks of its job running."""
+"""Test a coordinator to which nodes come with ranks that run already: all to a new one, or one that was away."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.job import Phase
+from checkpointless.launcher.coordinator.job import Node, Phase
 from checkpointless.launcher.protocol.causes import CauseKind
 from checkpointless.launcher.protocol.messages import (
+    Discard,
     FaultNotice,
     Finish,
     Go,
+    Joined,
+    NodeMessage,
     RankEnded,
+    RankStanding,
     RankState,
+    Searching,
     Spawn,
+    Standing,
 )
 from tests.drawn import examples
-from tests.unit.coordinator.nodes.standings import standing
 from tests.unit.messaged_job import NPROC, REGROUP_S, Job, trouble
 
-RUNNING, DONE = RankState.RUNNING, RankState.DONE
+RUNNING, DONE, READY, GONE = RankState.RUNNING, RankState.DONE, RankState.READY, RankState.GONE
+
+
+def standing(
+    job: Job,
+    index: int,
+    *states: RankState,
+    generation: int = 3,
+    finished: bool = False,
+    incarnation: int = 1,
+    before: NodeMessage | None = None,
+    run_id: str = "the run",
+) -> Node:
+    """Have a node say what its ranks were doing while there was no coordinator."""
+    node = job.admit(index)
+    if before is not None:
+        job.hear(node, before)
+    first = index * NPROC
+    ranks = [RankStanding(first + at, incarnation, state, 7 + at, 8 + at) for at, state in enumerate(states)]
+    job.hear(node, Standing(generation, 2, 6, run_id, finished, ranks))
+    return node
+
+
+def back(job: Job, index: int, *states: RankState, **more: Any) -> Node:
+    """Bring a node back to the coordinator that began generation 0 of a job with it."""
+    return standing(job, index, *states, **{"generation": 0, "incarnation": 0, "run_id": job.run_id, **more})
+
+
+def goes_searching(job: Job) -> None:
+    """Have node 1 lose sight of the coordinator, and say so."""
+    node = job.coordinator.nodes[1]
+    job.hear(node, Searching())
+    job.lose(node, "it closed the connection")
 
 
 def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() -> None:
@@ -79,7 +119,7 @@ def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
 
 def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
     job = Job()
-    standing(job, 1, RankState.GONE, RankState.GONE, finished=True)
+    standing(job, 1, GONE, GONE, finished=True)
     job.hear(job.coordinator.nodes[1], RankEnded(3, 1, 3, False, 7, 8, "rank-3.log", []))
     standing(job, 0, DONE, DONE)
     assert job.last_word == "rank 3 exited with code 3"
@@ -103,12 +143,12 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
         assert bool(job.take(Finish)) == (set(states) == {DONE})
         return
     assert {interrupt.generation for _, interrupt in job.take(FaultNotice)} == {max(generations)}
-    waiting = [rank for rank in job.ranks if states[rank] not in (RankState.READY, RankState.GONE)]
+    waiting = [rank for rank in job.ranks if states[rank] not in (READY, GONE)]
     job.ready(*waiting)
     job.opens = True
     job.open_stores()
     spawned = [spawn.rank for _, spawn in job.take(Spawn)]
-    assert spawned == [rank for rank in job.ranks if states[rank] is RankState.GONE]
+    assert spawned == [rank for rank in job.ranks if states[rank] is GONE]
     job.ready(*spawned)
     assert {begin.generation for _, begin in job.take(Go)} == {max(generations) + 1}
 
@@ -132,3 +172,151 @@ def test_a_node_lost_with_the_coordinator_before_its_ranks_had_ended_is_no_succe
     standing(job, 1, RankState.FINISHED, RankState.FINISHED, finished=True)
     job.join(0)
     assert job.last_word == "node 0 was lost before its ranks had ended (as was the coordinator)"
+
+
+@pytest.mark.parametrize("more", [{"generation": 1}, {"run_id": "another"}, {"finished": True}])
+def test_a_node_that_comes_back_from_elsewhere_has_to_end_its_ranks_first(job: Job, more: dict[str, Any]) -> None:
+    job.lose(job.coordinator.nodes[1], "no word from it for 10 s")
+    node = back(job, 1, RUNNING, RUNNING, **more)
+    assert job.take(Discard) == [(1, Discard())]
+    job.ready(2, 3)  # these were under way when it was told
+    job.ready(0, 1)
+    assert (job.take(Go), job.take(Spawn)) == ([], [])
+    job.hear(node, Joined())
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    job.ready(2, 3)
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
+
+
+def test_a_node_that_lost_sight_of_the_coordinator_comes_back_and_nobody_is_told(job: Job) -> None:
+    goes_searching(job)
+    job.tick(5.0)
+    assert job.sent == []
+    back(job, 1, RUNNING, RUNNING)
+    assert (job.sent, job.said) == ([], ["node 1 is back with its ranks, and nobody had missed it"])
+    job.tick(60.0)
+    job.ends(3)
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(3, 1)]
+
+
+def test_a_node_that_is_back_and_says_nothing_is_not_waited_for_without_end(job: Job) -> None:
+    job.raises(0)
+    job.ready(1, 2, 3)
+    goes_searching(job)
+    job.admit(1)
+    job.ready(0)
+    job.tick(REGROUP_S - 1)
+    assert "it came back and did not say what its ranks do" not in " ".join(job.said)
+    job.tick(REGROUP_S + 1)
+    assert "it came back and did not say what its ranks do" in " ".join(job.said)
+    assert job.outcome is None  # there is time for another node
+    job.hear(job.coordinator.nodes[1], Joined())
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
+
+
+@pytest.mark.parametrize("searching", [True, False])
+def test_ranks_that_did_not_hear_that_a_generation_began_are_kept(job: Job, searching: bool) -> None:
+    job.raises(0)
+    job.ready(*job.ranks)
+    node = job.coordinator.nodes[1]
+    if searching:
+        job.hear(node, Searching())
+    job.lose(node, "it closed the connection before the command arrived")
+    job.sent.clear()
+    back(job, 1, READY, READY)
+    assert (job.take(Discard), job.take(Spawn)) == ([], [])
+    assert [notice.generation for to, notice in job.take(FaultNotice) if to == 0] == [1] * searching
+    words = "node 1 did not hear that generation 1 began" if searching else "node 1 was lost"
+    assert any(words in line for line in job.said)
+    job.ready(0, 1)
+    assert [begin.generation for _, begin in job.take(Go)] == [2, 2]
+
+
+def test_a_node_that_is_lost_before_it_has_spoken_is_not_waited_for_twice(job: Job) -> None:
+    goes_searching(job)
+    job.later_s = 6.0
+    job.lose(job.admit(1), "it closed the connection")
+    job.tick(3.9)
+    assert job.said == []
+    job.tick(4.1)
+    assert sum("node 1 was lost" in line for line in job.said) == 1
+    job.later_s = REGROUP_S + 20
+    job.tick()
+    assert "and no other took its place within 30 s" in job.last_word
+
+
+def test_ranks_that_missed_several_generations_are_kept_and_those_of_an_earlier_holder_are_not(job: Job) -> None:
+    for _ in range(2):
+        job.raises(0)
+        job.ready(0, 1)
+        for rank in (2, 3):
+            if job.coordinator.ranks[rank].state is not READY:
+                job.ready(rank)
+        goes_searching(job)
+        job.sent.clear()
+        back(job, 1, READY, READY)
+        assert job.take(Discard) == []
+    assert job.coordinator.job.generation == 2
+    job.lose(job.coordinator.nodes[1], "no word from it")
+    job.lose(job.join(1), "another machine, which is lost, too")
+    job.sent.clear()
+    back(job, 1, READY, READY)
+    assert job.take(Discard) == [(1, Discard())]
+
+
+@examples(150)
+@given(
+    st.lists(STATE, min_size=2, max_size=2),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 1, 2]),
+)
+def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_that_live(
+    states: list[RankState], searching: bool, interrupted: bool, others_ready: bool, lost_again: int | None
+) -> None:
+    job = Job().begin()
+    for _ in range(lost_again or 1):
+        node = job.coordinator.nodes[1]
+        if searching:
+            job.hear(node, Searching())
+        job.lose(node, "no word from it")
+        if interrupted:
+            job.raises(0)
+        if others_ready and job.coordinator.job.phase is not Phase.RUNNING:
+            job.ready(0, 1)
+        job.sent.clear()
+        back(job, 1, *states)
+        if job.coordinator.job.generation == 1:
+            break
+    assert job.outcome is None
+    assert job.take(Discard) == []
+    if job.coordinator.job.generation == 0:
+        if job.coordinator.job.phase is Phase.RUNNING:
+            assert set(states) <= {RUNNING, DONE, RankState.STARTING, RankState.LEAVING}
+            job.raises(0)
+        job.ready(*(rank.number for rank in job.coordinator.ranks if rank.state is not READY))
+    assert {begin.generation for _, begin in job.take(Go)} == {1}
+    for rank, state in zip((2, 3), states, strict=True):
+        assert (job.coordinator.ranks[rank].incarnation == 0) == (state is not GONE)
+    assert {job.coordinator.ranks[rank].incarnation for rank in (0, 1)} == {0}
+
+
+def test_a_rank_that_failed_after_its_block_while_its_node_was_away_fails_the_job(job: Job) -> None:
+    job.returns()
+    goes_searching(job)
+    failed = RankEnded(2, 0, 1, False, 3, 4, "rank-2.log", ["it could not save"])
+    back(job, 1, GONE, RankState.FINISHED, before=failed, finished=True)
+    assert job.last_word == "rank 2 exited with code 1; its log: rank-2.log"
+
+
+def test_a_rank_that_waits_for_the_next_block_and_dies_unheard_is_replaced(job: Job) -> None:
+    job.returns()
+    job.ready(1, 2, 3)
+    goes_searching(job)
+    back(job, 1, GONE, READY, finished=True)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2]
+    job.ready(0, 2)
+    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
