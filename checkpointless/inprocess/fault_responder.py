@@ -280,8 +280,9 @@ class FaultResponder:
         self._thread = threading.Thread(target=self._run, name="checkpointless-fault-thread", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that reacts to fault notices, while the main thread may be blocked."""
-        self._thread.start()
+        """Start the thread that reacts to fault notices, while the main thread may be blocked (idempotent)."""
+        if self._thread.ident is None:
+            self._thread.start()
         self._client.on_fault = self._on_notice
 
     def shutdown(self) -> None:

@@ -59,9 +59,13 @@ class CheckpointlessFinalizeCleanup(Finalize):
         """The trainer of the generation that is over, as long as it exists, or None."""
         return self._trainer() if self._trainer is not None else None
 
+    @trainer.setter
+    def trainer(self, trainer: object | None) -> None:
+        self._trainer = None if trainer is None else weakref.ref(trainer)
+
     def register_attributes(self, trainer: object) -> None:
         """Keep a weak reference to the running trainer."""
-        self._trainer = weakref.ref(trainer)
+        self.trainer = trainer
 
     def __call__(self, *a: Any, **kw: Any) -> None:
         """Clean up, each framework even if another fails. The engine passes the rank's :class:`HPState`.

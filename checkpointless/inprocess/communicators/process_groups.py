@@ -192,9 +192,10 @@ def _is_backends(descriptor: int, gloo: bool) -> bool:
         looked_at = socket.socket(fileno=descriptor)
     except OSError:  # it was closed after it was listed
         return False
-    is_reused = _option(looked_at, socket.SO_REUSEADDR)
-    looked_at.detach()  # it is not this one's to close
-    return bool(is_reused)
+    try:
+        return bool(_option(looked_at, socket.SO_REUSEADDR))
+    finally:  # also where an interruption comes
+        looked_at.detach()  # it is not this one's to close
 
 
 def _sockets() -> dict[int, int]:

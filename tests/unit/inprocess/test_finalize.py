@@ -47,3 +47,13 @@ def test_accelerate_forgets_that_it_is_initialized() -> None:
         "assert Accelerator(cpu=True).gradient_accumulation_steps == 1\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
+def test_the_trainer_of_a_clean_up_can_be_assigned_as_documented_and_is_not_kept() -> None:
+    cleanup, trainer = CheckpointlessFinalizeCleanup(), torch.nn.Identity()
+    cleanup.trainer = trainer
+    assert cleanup.trainer is trainer
+    del trainer
+    assert cleanup.trainer is None
+    cleanup.trainer = None
+    assert cleanup.trainer is None

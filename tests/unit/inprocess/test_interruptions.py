@@ -235,6 +235,19 @@ def fails_once() -> Callable[[], str]:
     return block
 
 
+def test_a_block_may_start_the_documented_thread_that_hears_of_faults_again() -> None:
+    agent = QuickAgent()
+
+    def block() -> str:
+        call = active_call_wrapper()
+        assert call is not None
+        call.start_hp_fault_handling_thread()
+        return "done"
+
+    assert wrapper_of(agent)(block)() == "done"
+    assert agent.heard == [Hello, Done]
+
+
 def is_outside(frame: FrameType | None) -> bool:
     return not fault_responder._is_in_block(frame)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from checkpointless.inprocess.communicators import process_groups
 from checkpointless.inprocess.communicators.process_groups import _GlooSockets
+from checkpointless.inprocess.exceptions import RankShouldRestart
 from tests.descriptors import descriptors
 
 
@@ -110,6 +111,22 @@ def test_what_other_threads_open_while_a_group_is_made_is_left_alone(backend: st
     noted.release()
     for each in mine[0]:
         each.close()
+
+
+def test_a_socket_is_left_open_where_an_interruption_comes_while_it_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else gloo would go on with a descriptor that something else has got meanwhile."""
+
+    def interrupted(*_: object) -> bool:
+        raise RankShouldRestart
+
+    mine, other = connected_by_gloo()
+    with monkeypatch.context() as patched:
+        patched.setattr(process_groups, "_option", interrupted)
+        with pytest.raises(RankShouldRestart):
+            process_groups._is_backends(mine.fileno(), gloo=True)
+    assert still_talk(mine, other)
 
 
 def test_marks_of_gloos_sockets() -> None:
