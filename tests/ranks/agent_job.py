@@ -121,7 +121,8 @@ def _described(process: psutil.Process) -> str:
 
 def imports_torch(script: Path) -> bool:
     """Return whether ranks of a script begin with torch: the nursery has it, an interpreter takes 3 s for it."""
-    return any(name.partition(".")[0] in ("torch", "checkpointless") for name in preloads_of(Script(str(script))))
+    names = [name for name in preloads_of(Script(str(script))) if not name.startswith("checkpointless.launcher.")]
+    return any(name.partition(".")[0] in ("torch", "checkpointless") for name in names)
 
 
 def is_alive(pid: int) -> bool:

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,10 @@ import pytest
 
 from checkpointless.system.temp_folder import private_folder
 from tests.ranks.agent_job import is_alive
+from tests.ranks.jobs import Scene, run_nodes
+from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_agent_nodes import Nodes
+from tests.ranks.test_worker_streams import NOISY
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -66,6 +70,7 @@ def leaves_nothing(
     If all are killed at once, the folders of the ranks' sockets and of hand-overs stay; the next agent on the node
     removes them.
     """
+    forkserver.ensure_running()  # before the next line: what it imports writes to the folder, too
     monkeypatch.setenv("TMPDIR", str(short_folder))
     before = files(SHARED_MEMORY, short_folder)
 
@@ -105,3 +110,37 @@ def test_two_nodes_a_spare_and_a_coordinator(
         agent.process.communicate()
         wait_until(lambda agent=agent: agent.left() == [], GONE_WITHIN_S)  # type: ignore[misc]
     nodes.coordinator.communicate()
+
+
+@pytest.mark.long  # the test above kills the same processes but workers
+@pytest.mark.nemo
+@pytest.mark.parametrize("seed", range(1))
+def test_ranks_of_real_training_with_workers_of_their_data_loaders(
+    nemo_zygote: Zygote,
+    tmp_path: Path,
+    leaves_nothing: Callable[[list[psutil.Process], int], None],
+    short_folder: Path,
+    seed: int,
+) -> None:
+    def kill(scene: Scene) -> None:
+        scene.wait_for_step(2)
+        agents = [event.pid for event in scene.stages("job") if event.edge == "begin"]
+        assert len(agents) == 2
+        processes = [psutil.Process(pid) for pid in agents]
+        processes += [child for agent in list(processes) for child in agent.children(recursive=True)]
+        assert len(processes) >= 2 + 2 + 4 + 4 * 2  # agents, zygotes, ranks, two workers of each
+        assert list(short_folder.glob("ckpl-*/*/pymp-*/listener-*"))
+        leaves_nothing(processes, seed)
+
+    jobs = run_nodes(
+        nemo_zygote,
+        tmp_path / "run",
+        2,
+        2,
+        args=("trainer.max_steps=4", *NOISY),
+        faults=("slow@forward:rank=1,step=3,seconds=60",),
+        lost=(0, 1),
+        meanwhile=kill,
+        tmp=short_folder,
+    )
+    assert all(job is None or job.code == 1 for job in jobs)  # it was killed, or ended since its zygote was
