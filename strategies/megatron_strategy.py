@@ -309,7 +309,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         if replayed is not None:
             return super().training_step(dataloader_iter, *args, loss_reduction=_KeptReduction(replayed), **kwargs)
         if call is not None:
-            dataloader_iter = _phased(dataloader_iter, call)
+            dataloader_iter = _PhasedIterator(dataloader_iter, call)
         output = super().training_step(dataloader_iter, *args, **kwargs)
         if call is not None:
             call.steps.loss = loss_of(output)
@@ -372,18 +372,23 @@ def _put_back() -> None:
             table.update(contents[name])
 
 
-def _phased(batches: Iterator[Any], call: HPCallWrapper) -> Iterator[Any]:
-    """Yield Lightning's batches, announce phases of the step, which have no hooks, and note what the step takes."""
-    while True:
-        step = call.steps.making
-        call.enter_phase("data", step)
-        try:
-            item = next(batches)
-        except StopIteration:
-            return
+class _PhasedIterator(Iterator[Any]):
+    """Lightning's iterator over batches, which announces phases of the step and notes what the step takes.
+
+    It is no generator, which would be over after an error that a data step catches to take the next batch instead.
+    """
+
+    def __init__(self, inner: Iterator[Any], call: HPCallWrapper) -> None:
+        self._inner = inner
+        self._call = call
+
+    def __next__(self) -> Any:
+        step = self._call.steps.making
+        self._call.enter_phase("data", step)
+        item = next(self._inner)
         repeated_steps.take(step, item)
-        call.enter_phase("forward", step)
-        yield item
+        self._call.enter_phase("forward", step)
+        return item
 
 
 # --- Parameter-efficient fine-tuning (PEFT) -----------------------------------------------------------------------

@@ -401,6 +401,7 @@ class _RecoverableFit:
         """Refuse several training loaders, which could not be brought back to where they stood."""
         if self.manager is not None and len(loaders) > 1:
             raise UnrecoverableError(_SEVERAL.format(len(loaders)))
+        self._data.set_up()
 
     # --- when the state is whole --------------------------------------------------------------------------------
 
@@ -517,7 +518,8 @@ class _StoredPosition:
         trainer: Any = self._trainer
         sampler = megatron_sampler(trainer)
         began_step, began_samples = self._facts.get(_BEGAN, [step, None])
-        if step <= began_step:
+        if step <= began_step:  # the training starts over, or has an older checkpoint
+            self.begin(step)
             return
         if sampler is None:
             progress = trainer.fit_loop.epoch_loop.batch_progress

@@ -536,7 +536,10 @@ class Restoration:
         if not self.is_pending:
             return None
         position = DataPosition(*self._objects["data"])
-        return position._replace(within=False) if self.begins_epoch else position
+        if not self.begins_epoch:
+            return position
+        is_same = not self._settings["reload_dataloaders_every_n_epochs"]  # loader, whose length is known
+        return position._replace(within=False, length_at_start=position.length_at_start if is_same else None)
 
     def resume(self) -> None:
         """Put back the part of the state that Lightning does not load, and set where the loops resume."""

@@ -206,6 +206,7 @@ class DataPosition(NamedTuple):
     consumed: int | None = None  # and now
     within: bool = True  # whether the epoch goes on; False: the next iterator begins another one
     length: int | None = None  # of the epoch, in batches, as Lightning's fetcher has asked for it
+    length_at_start: int | None = None  # as Lightning has asked for it when the fit was set up
     ahead: int = 0  # delivered batches that no step has had yet, where a loader has no length
 
 
@@ -275,6 +276,7 @@ class TrainingData:
             tracked.began_at if tracked is not None else None,
             tracked.consumed if tracked is not None else None,
             length=fetcher.length if fetcher is not None else None,
+            length_at_start=tracked.length_at_start if tracked is not None else None,
             ahead=len(getattr(fetcher, "batches", ())),
         )
 
@@ -295,6 +297,11 @@ class TrainingData:
         else:
             self._tracked = _track(loader, starts, position)
         _repeat_items(loader, starts, position)
+
+    def set_up(self) -> None:
+        """Note that the fit is set up: Lightning has asked how many batches there are."""
+        if self._tracked is not None:
+            self._tracked.set_up()
 
     def begin_epoch(self) -> None:
         """Begin an epoch; the one before it was over when it was resumed."""
@@ -450,9 +457,12 @@ class _TrackedSampler(_StandIn):
         self._starts = starts
         self._position = position
         self._went_on_at = position
+        self.length_at_start = position.length_at_start if position is not None else None
+        self._has_begun = self._is_set_up = False
 
     def __iter__(self) -> Iterator[Any]:
         position, self._position = self._position, None
+        self._has_begun = True
         if _is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
             return
@@ -491,6 +501,18 @@ class _TrackedSampler(_StandIn):
     @property
     def consumed(self) -> int | None:
         return self._inner.consumed_samples if self._is_megatrons else None
+
+    def set_up(self) -> None:
+        """Note that the fit is set up: Lightning has asked how many items there are."""
+        if self.length_at_start is None:
+            self.length_at_start = sized_len(self._inner)
+        self._is_set_up = True
+
+    def __len__(self) -> int:
+        # Lightning asks once more when workers have begun to fetch, and refuses a validation that would come after
+        # the end: it must not find fewer than without the fault, although some were used.
+        known = self.length_at_start if self._has_begun and not self._is_set_up else None
+        return len(self._inner) if known is None else known
 
 
 # --- Validation loaders: the state that one validation leaves to the next ----------------------------------------

@@ -65,6 +65,13 @@ def test_a_data_module_that_keeps_its_position_is_let_be(facts: Facts, run_dir: 
     assert told(run_dir) == []
 
 
+def test_a_training_that_starts_over_has_its_data_counted_from_there(facts: Facts) -> None:
+    _StoredPosition(trainer_of(sampler()), facts).resume(0)
+    trainer = trainer_of(sampler())
+    _StoredPosition(trainer, facts).resume(50)
+    assert trainer.strategy.data_sampler.init_consumed_samples == 400
+
+
 @pytest.mark.parametrize("odd", [{"rampup_batch_size": [4, 4, 100]}, {"epoch": 1}])
 def test_where_the_position_does_not_follow_from_the_step_that_is_said(
     facts: Facts, run_dir: Path, odd: dict[str, Any]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointless.integrations.lightning.data.loaders import DataPosition, _repeat_items
 from checkpointless.state.rng import RngStates
+from checkpointless.strategies.megatron_strategy import _PhasedIterator
 from tests.unit.strategies.data.starts import Starts
 
 pytestmark = pytest.mark.nemo
@@ -79,3 +82,13 @@ def test_the_second_pass_is_gone_through_once_more(how: str, within: int) -> Non
     assert list(itertools.islice(items, within)) == delivered
     RngStates.from_bytes(moment).restore()
     assert [trained(items), trained(iter(again))] == expected
+
+
+def test_a_data_step_may_take_the_next_batch_after_one_that_cannot_be_read() -> None:
+    batches = map(int, ["0", "damaged", "2"])
+    call: Any = SimpleNamespace(steps=SimpleNamespace(making=1), enter_phase=lambda *_: None)
+    phased = _PhasedIterator(batches, call)
+    assert next(phased) == 0
+    with pytest.raises(ValueError, match="damaged"):
+        next(phased)
+    assert list(phased) == [2]

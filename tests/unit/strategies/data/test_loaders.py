@@ -12,6 +12,7 @@ from checkpointless.integrations.lightning.data.loaders import (
     DataPosition,
     TrainingData,
     ValidationData,
+    _TrackedSampler,
 )
 from tests.unit.strategies.data.starts import Starts
 
@@ -62,7 +63,7 @@ def test_a_dataset_that_alone_knows_its_batches_is_gone_through_again() -> None:
     assert data.position(fit_loop) == DataPosition(5, 3, length=5)
 
 
-# --- Where validations go on --------------------------------------------------------------------------------------
+# --- Lengths that samplers tell Lightning when batches are fetched ahead, and where validations go on -------------
 
 
 SAMPLES, PER_ITEM = 64, 8
@@ -82,6 +83,29 @@ def sampler_at(consumed: int = 0) -> Any:
         data_parallel_rank=0,
         data_parallel_size=4,
     )
+
+
+def set_up(tracked: Any) -> tuple[int, int]:
+    """Return the lengths that Lightning asks for at set-up: without an iterator, and with two fetched ahead."""
+    before = len(tracked)
+    items = iter(tracked)
+    next(items), next(items)
+    found = before, len(tracked)
+    tracked.set_up()
+    return found
+
+
+def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
+    """With fewer Lightning would refuse a validation interval that the epoch had batches enough for."""
+    starts = SimpleNamespace(keep_data_start=lambda streams: None, data_start=lambda: None)
+    first = _TrackedSampler(sampler_at(), starts, None)
+    lengths = set_up(first)
+    assert lengths == (8, 6)
+    position = DataPosition(4, 4, first.began_at, 48, length=6, length_at_start=first.length_at_start)
+    again = _TrackedSampler(sampler_at(), starts, position)
+    assert set_up(again) == lengths
+    assert again.consumed is not None
+    assert len(again) == (SAMPLES - again.consumed) // PER_ITEM, "behind the set-up as ever"
 
 
 def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on() -> None:
