@@ -95,6 +95,17 @@ def test_workers_that_persist_have_one_iterator_for_all_passes(consumed: int, dr
     assert next(iter(passes)).tolist() == next(cyclic_iter(made("cyclic", consumed))).tolist()
 
 
+def test_workers_draw_in_a_later_pass_what_they_would_without_the_fault() -> None:
+    def draws(resumes: bool, taken: int, count: int) -> list[float]:
+        loaders = Loaders(resumes, {"train": 0}, seed=1)
+        loader = made("cyclic", taken * RANKS, workers=1)
+        loader.collate_fn = lambda _: torch.rand(1)
+        loaders.made([loader, None, None])
+        return [float(each) for each in itertools.islice(loaders.passes(loader), count)]
+
+    assert draws(True, taken=13, count=3) == draws(False, taken=0, count=16)[13:]
+
+
 @pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.5, 7.0]]])
 def test_losses_travel_as_plain_data(losses: list[list[float]]) -> None:
     plain = _plain_losses([{"lm loss": torch.tensor(each)} for each in losses])

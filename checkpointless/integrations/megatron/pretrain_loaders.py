@@ -29,7 +29,7 @@ class _Passes:
     passes precede this one.
     """
 
-    def __init__(self, loader: DataLoader[Any], began: int, resumes: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], began: int) -> None:
         self._loader = loader
         self._began = began
         self._sampler: Any = getattr(loader, "batch_sampler", None)
@@ -39,8 +39,14 @@ class _Passes:
         is_begun = getattr(self._sampler, "consumed_samples", began) > began
         was_made = is_begun and bool(getattr(loader, "persistent_workers", False))
         self.number, is_inside = self._find_place()
+        self._was_there = is_inside or was_made  # an iterator, before the fault
         self._workers: Callable[[], WorkersIterator | None] = lambda: None
-        self._first = self._begin_pass() if resumes and (is_inside or was_made) else None
+        self._first: Iterator[Any] | None = None
+
+    def resume(self) -> None:
+        """Make the iterator that was there before the fault, if there was one."""
+        if self._was_there:
+            self._first = self._begin_pass()
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -111,7 +117,9 @@ class Loaders:
     def passes(self, loader: DataLoader[Any]) -> _Passes:
         """Return what iterates over ``loader`` again and again."""
         name = next((name for each, name in self._made if each is loader), "")
-        self._passes[name] = passes = _Passes(loader, self._began.get(name, 0), self._resumes)
+        self._passes[name] = passes = _Passes(loader, self._began.get(name, 0))
+        if self._resumes:
+            passes.resume()  # not earlier: workers that start ask for the place, which is then that of these passes
         return passes
 
     def workers_of(self, iterator: object, stream: str = STREAMS[0]) -> WorkersIterator | None:
