@@ -35,10 +35,11 @@ class StateLostError(UnrecoverableError):
     """No rank holds the state any more.
 
     Args:
-        reason: what is missing, in one line.
+        reason: what is missing, in one line; the message adds what could help.
     """
 
     def __init__(self, reason: str) -> None:
+        self.reason = reason
         super().__init__(
             f"{reason}; next time, replicas, copies (CheckpointManager(tiers=[...])) or "
             "allow_restart_from_scratch=True could help"

@@ -87,9 +87,9 @@ class _Training(JournaledTraining):
             return super()._recover()
         except StateLostError as lost:
             if self._library.has_checkpoint():
-                logger.error("%s: %s loads its own checkpoint", lost, self._library.name)
+                logger.error("%s: %s loads its own checkpoint", lost.reason, self._library.name)
             elif self._manager.allow_restart_from_scratch:
-                logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", lost)
+                logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", lost.reason)
             else:
                 raise
             self._manager.delete_checkpoint()

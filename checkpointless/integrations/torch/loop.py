@@ -407,7 +407,7 @@ class LoopTraining(JournaledTraining, ABC):
             if not manager.allow_restart_from_scratch:
                 raise
             objects = None
-            logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", lost, done)
+            logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", lost.reason, done)
         self.step, self._done = (objects["step"], objects["done"]) if objects is not None else (done, done)
         if not self._call.is_first:
             states = manager.own.streams.newest(self.step)
