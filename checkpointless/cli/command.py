@@ -148,14 +148,7 @@ RUNS_DIR = Path("runs")
 
 
 def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
-    """Make the directory of a new run; of several jobs that ask for one directory at the same time, one gets it.
-
-    Args:
-        shared: whether other nodes of the same run, or this node's predecessor, may have written into it.
-
-    Raises:
-        UsageError: the directory that was asked for holds a run, or cannot be made.
-    """
+    """Make the directory of a new run, which one of several jobs gets; a ``shared`` one may hold files already."""
     started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     numbers = ("", *(f"-{number}" for number in range(2, 1000)))
     places = [RUNS_DIR / f"{started}-{name}{number}" for number in numbers] if asked is None else [asked]

@@ -51,7 +51,6 @@ examples:
 
 
 def _report_error(message: str) -> None:
-    """Print a message to standard error, in one line that says which program it comes from."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{PROG}: error: {' '.join(message.split())}\n")
 
@@ -104,11 +103,7 @@ def _installed_version(distribution: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit status.
-
-    It is 2 after one line on standard error if the command cannot be done as asked, and 130 after one line if
-    Ctrl-C ends it before or after a job, which has an end of its own.
-    """
+    """Run one command, and return its exit status: 2 after a line of what is wrong, 130 after one for Ctrl-C."""
     _open_standard_streams()
     parser = _parser()
     options, extra = parser.parse_known_args(argv)

@@ -80,11 +80,7 @@ def add_coordination_options(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(kind: type[_Config], options: argparse.Namespace, **more: Any) -> _Config:  # Any: of its fields
-    """Return the configuration of a job: an option of a field's name gives that field, if it was given.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
+    """Return the configuration of a job: an option of a field's name gives that field, if it was given."""
     if getattr(options, "http_host", None) is not None and options.http_port is None:
         raise UsageError("--http-host requires --http-port")
     given = {each.name: getattr(options, each.name, None) for each in fields(kind)}
@@ -165,11 +161,7 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
 def launch_job(
     options: argparse.Namespace, program: Program, steps: int | None, more: Mapping[str, Any] | None = None
 ) -> int:
-    """Run this node's part of a job to its end; return its status, or 1 if a requested fault did not happen.
-
-    Args:
-        steps: number of optimizer steps of the job; None if not known.
-    """
+    """Run this node's part of a job to its end; return its status, or 1 if a requested fault did not happen."""
     from checkpointless.cli.terminal import Terminal, closing_line
     from checkpointless.faults.ledger import not_fired
     from checkpointless.launcher.agent.launch import launch
@@ -222,7 +214,6 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
 
 
 def _say_worst(config: LaunchConfig) -> None:
-    """Print the worst findings of this node, one line each."""
     from checkpointless.doctor.findings import worst_first
     from checkpointless.doctor.node import quick
 

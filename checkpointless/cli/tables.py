@@ -153,7 +153,6 @@ def _share(value: float | None) -> str:
 
 
 def _time_table(goodput: Goodput) -> Table:
-    """Return a table of what the wall time went to: each cause of the sums, in their order."""
     table = _table("time by cause", "time", "", "share", "")
     for cause, spent_s in goodput.seconds.items():
         of = spent_s / goodput.wall_s if goodput.wall_s > 0 else None
@@ -211,14 +210,12 @@ def _other_tables(report: Report) -> Iterator[Table]:
 
 
 def _filled(table: Table, rows: Iterable[Sequence[str]]) -> Table:
-    """Add rows of foreign text to a table."""
     for row in rows:
         table.add_row(*(wording.printable(text, _LONGEST_CAUSE) for text in row))
     return table
 
 
 def _incident_table(report: Report) -> Table:
-    """Return a table of the incidents and their outcomes; of many, only the newest."""
     incidents = report.incidents
     hidden = max(0, len(incidents) - _MOST_INCIDENTS)
     title = "incidents" + (f" ({hidden} earlier ones are in --json)" if hidden else "")
@@ -267,7 +264,6 @@ def _bar_table(report: Report) -> Table:
 
 
 def _stage_table(report: Report) -> Table:
-    """Return a table of how long each stage took, over all incidents and, if there are few, in each of them."""
     single = report.incidents if len(report.incidents) <= _MOST_COLUMNS else ()
     table = _table(_STAGE_TITLE, "stage", "share of the time")
     for name in ("median", "longest", *(f"#{number}" for number in range(1, len(single) + 1))):

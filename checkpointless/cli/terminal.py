@@ -38,10 +38,7 @@ _CLOSE_S = 5.0
 
 
 class Terminal:
-    """Shows the agent's lines and, between them, how each incident proceeds according to the job's event log.
-
-    A separate thread writes, so that a blocked terminal holds up nothing else.
-    """
+    """Shows the agent's lines and what the event log says of incidents, in a thread, which a terminal may block."""
 
     def __init__(self, write: Callable[[str], None], run_dir: Path, node: int, logs: Path | None = None) -> None:
         self._write = write
@@ -142,10 +139,7 @@ _PATIENCE_S = 5.0  # for a disk that has stopped
 
 
 def closing_line(run_dir: Path, status: int) -> str:
-    """Return the line, with the figures of the report.
-
-    There is none ("") for a job that had no incident and made no step that is known.
-    """
+    """Return the line; "" for a job that had no incident and made no step that is known."""
     try:
         facts = in_thread(lambda: _facts(run_dir), "closing-line").result(_PATIENCE_S)
     except OutOfTimeError:

@@ -74,14 +74,7 @@ def _finding(severity: Severity, seen: str, todo: str = "") -> Finding:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What the imports did.
-
-    Attributes:
-        cuda: how it shows that CUDA was initialised ("": it was not).
-        can_fork: whether a forked child may use CUDA, as far as torch knows.
-        threads: name of each thread that was left running, and the name whose import started it.
-        error: why the trial did not come to its end ("" if it did).
-    """
+    """What the imports did: signs of CUDA, threads that were left and what started them, or why it is not known."""
 
     names: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
@@ -121,12 +114,7 @@ def judge(trial: _Trial) -> list[Finding]:
 def read(
     preload: tuple[str, ...], script: Script | None, *, ranks: int, cpu: bool, timeout_s: float = TIMEOUT_S
 ) -> _Trial:
-    """Import what the fork server would in a child process, and see what that does.
-
-    Args:
-        preload: names to import; empty: what the script imports from installed packages.
-        script: what the ranks run; None: modules in its folder are not found.
-    """
+    """Import what the fork server would in a child process (no ``preload``: what ``script`` imports)."""
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
         order = msgspec.json.encode((said.fileno(), os.getpid(), cpu, script, preload)).decode()
         process = subprocess.Popen(

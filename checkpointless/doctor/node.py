@@ -304,10 +304,7 @@ def examine(
     script: Script | None,
     progress: Callable[[str], None],
 ) -> list[Finding]:
-    """Examine this node; ``progress`` is called with a line before whatever may take more than two seconds.
-
-    Without ``script``, what the ranks run, and ``preload``, imports are not tried.
-    """
+    """Examine this node, and its imports if any are named; ``progress`` hears of what takes over two seconds."""
     progress("asking torch for its versions, in a child process")
     long_s = TORCH_TIMEOUT_S + _QUICK_S
     findings = _checked(Family.VERSIONS, lambda: _judge_versions(_read_versions(cpu)), long_s)
@@ -326,10 +323,7 @@ def examine(
 
 
 def quick(ranks: int, cpu: bool, environ: Mapping[str, str]) -> list[Finding]:
-    """Return the warnings and errors of the checks that take no time: nothing is imported.
-
-    Where there is no GPU, the variables of NCCL have no effect and are left out.
-    """
+    """Return the warnings and errors that cost no import; NCCL's variables matter only with a GPU."""
     found = [] if cpu or not _has_driver() else _variables(environ)
     found += [*_folders(environ, None), _descriptors(ranks)]
     return [each for each in found if each.is_to_change]

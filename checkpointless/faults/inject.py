@@ -42,15 +42,12 @@ _HANG_S = 3600.0
 
 
 def _lose(agent: int) -> None:
-    """Kill the agent, and with it this process."""
     os.kill(agent, signal.SIGKILL)
     time.sleep(_HANG_S)
 
 
 def _cut_off(agent: int, seconds: float) -> None:
-    """Stop the agent as if the network were gone; what wakes it up again outlives this process, which may be
-    killed.
-    """
+    """Stop the agent as if the network were gone; what wakes it up outlives this process, which may be killed."""
     subprocess.Popen(
         ["/bin/sh", "-c", 'sleep "$0"; kill -CONT "$1"', f"{seconds:g}", str(agent)],
         stdin=subprocess.DEVNULL,
@@ -88,10 +85,7 @@ class FaultInjector:
                 self._by_phase.setdefault(spec.phase, []).append((index, spec))
 
     def at(self, phase: FaultPhase, step: int, generation: int, target: Callable[[], Any] | None = None) -> None:
-        """Cause the faults that are due. In generation 0, set-up phases cause nothing; ``target`` returns the
-        tensor that this phase works on. A fault that cannot be caused here is a ``FaultSpecError`` and does not
-        count.
-        """
+        """Cause the faults that are due; in generation 0, set-up phases cause none. ``target`` gives a tensor."""
         if phase in SETUP_PHASES and generation < 1:
             return
         for index, spec in self._by_phase.get(phase, ()):

@@ -21,9 +21,7 @@ _in_memory: Counter[tuple[int, str]] = Counter()
 
 
 class FaultLedger:
-    """Hands out each fault ``times`` times over all processes of a job: each claim is a file in the run directory
-    (None: is kept in this process's memory).
-    """
+    """Hands out each fault ``times`` times over all processes of a run directory, where each claim is a file."""
 
     def __init__(self, run_dir: Path | None) -> None:
         self.directory = None if run_dir is None else run_dir / FAULTS_DIR
@@ -56,7 +54,6 @@ class FaultLedger:
             mine[-1].unlink()
 
     def _claims(self, index: int, spec: FaultSpec) -> list[Path]:
-        """Return the files of all claims that there can be."""
         assert self.directory is not None
         return [self.directory / f"{index}-{n}.json" for n in range(spec.times)]
 

@@ -47,9 +47,7 @@ _OTHER_PROCESSES = "a spare node's processes, or by those of the node when it is
 
 
 class FaultKind(enum.Enum):
-    """The kind of a fault: what goes wrong, with its expected outcome, in which the losses are those without the
-    fault.
-    """
+    """What goes wrong, with its expected outcome, in which the losses are those without the fault."""
 
     expected: str
     phases: frozenset[FaultPhase]
@@ -130,7 +128,6 @@ class FaultSpec:
         return (self.kind.default_s or 0.0) if self.seconds is None else self.seconds
 
     def __str__(self) -> str:
-        """Return the complete spec in the form that :func:`parse` reads."""
         options = [
             f"{key}={value!r}" if isinstance(value, float) else f"{key}={value}"
             for key, value, default in (
@@ -196,9 +193,7 @@ def parse(text: str) -> FaultSpec:
 def validate(
     specs: Iterable[FaultSpec], world_size: int | None, max_steps: int | None, cuda: bool | None = None
 ) -> None:
-    """Check that each fault can happen in this job, as far as it is known (None: not), whose last step is
-    ``max_steps``.
-    """
+    """Check that each fault can happen in this job, as far as it is known (None: not)."""
     for spec in specs:
         shown = spec.text or str(spec)
         if world_size is not None and spec.rank is not None and spec.rank >= world_size:

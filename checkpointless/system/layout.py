@@ -1,8 +1,4 @@
-"""How the ranks of a job are laid out: parallel sizes, who holds the same shard, and what is lost with a node.
-
-All of this is arithmetic, without torch. It follows Megatron-core's `parallel_state`; a test compares the two rank
-by rank.
-"""
+"""How the ranks of a job are laid out: arithmetic after Megatron-core's `parallel_state`, without torch."""
 
 from __future__ import annotations
 
@@ -26,11 +22,9 @@ class Layout:
     """The parallel sizes of a job.
 
     Attributes:
-        ranks_per_node: the number of ranks on each node, one per GPU.
         virtual_pipeline: the number of parts of the model on each pipeline stage.
         sharded: whether the optimizer is Megatron's distributed optimizer.
-        micro_batch, global_batch: the numbers of samples on one rank (1 if the recipe does not say) and in a whole
-            step (0 if the recipe does not say).
+        micro_batch, global_batch: samples on one rank (1 if not known) and in a whole step (0 if not known).
         pipeline_before_data: the value of `use_tp_pp_dp_mapping`, which makes a pipeline's stages neighbours.
     """
 
@@ -52,10 +46,7 @@ class Layout:
     def on_one_node(
         cls, ranks: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, instances: int = 2
     ) -> Layout:
-        """Return a layout of the ranks of one node; by default two ranks hold each shard of the optimizer.
-
-        As many ranks share an expert as share a layer.
-        """
+        """Return a layout of one node's ranks, of which as many share an expert as a layer."""
         return cls(
             ranks, ranks, tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=tensor, instances=instances
         )
@@ -118,8 +109,7 @@ class Layout:
     def replica_groups(self) -> list[tuple[int, ...]]:
         """Return the groups of ranks that hold the same part of model and optimizer state, each sorted.
 
-        With the distributed optimizer every rank is in one group; without it, in one for its dense parameters and
-        in one for its experts, which fewer ranks hold.
+        Without the distributed optimizer, a rank is in one group for dense parameters and in one for its experts.
         """
         experts = self.groups(self._expert_sizes(), ("dp",))
         if self.sharded:
@@ -153,14 +143,7 @@ class Layout:
         ]
 
     def check(self, layers: int | None = None, heads: int | None = None) -> None:
-        """Raise if this layout cannot work, with one line that says why; Megatron's own checks come late and terse.
-
-        Args:
-            layers, heads: the numbers of the model's layers and attention heads, if they are known.
-
-        Raises:
-            LayoutError: a size does not divide what it must, or replicas would not hold the same state.
-        """
+        """Raise, with one line that says why, if this layout cannot work; Megatron's checks come late and terse."""
         world, model = self.world_size, self.tensor * self.pipeline * self.context
         experts = self.expert_tensor * self.expert * self.pipeline
         stages = self.pipeline * self.virtual_pipeline

@@ -1,7 +1,4 @@
-"""The variables that torch and NCCL read, and which NCCL is recent enough; without torch.
-
-The values keep the loss of one rank from ending its peers.
-"""
+"""The variables by which torch and NCCL leave a lost rank's peers alive, and which NCCL is recent enough."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ SETTINGS: Mapping[str, _Setting] = {
 
 
 def in_force() -> tuple[int, ...]:
-    """Return the version of the NCCL that this process has loaded, as major, minor and patch; empty: it has none.
-
-    ``torch.cuda.nccl.version()`` is that of torch's build, also where ``LD_PRELOAD`` has put another in its place.
-    """
+    """Return the loaded NCCL's version (empty: none); ``LD_PRELOAD`` may replace that of torch's build."""
     for name in (None, LIBRARY):
         version = ctypes.c_int()
         try:

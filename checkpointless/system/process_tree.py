@@ -41,13 +41,9 @@ class ProcessState(Enum):
 
 @dataclass(frozen=True)
 class ProcessLook:
-    """One look at a process.
+    """One look at a process: code of its state as in ``/proc/PID/stat`` (0: not known), and processor time.
 
-    Attributes:
-        letter: character code of the main thread's state, as in ``/proc/PID/stat`` (0: not known).
-        cpu_ms: processor time of all its threads so far, in milliseconds.
-        parent: its parent's pid (0: none, or not known).
-        family_ms: that time, and the time of the children that it has waited for.
+    ``family_ms`` includes the children that it has waited for.
     """
 
     letter: int = 0
@@ -124,10 +120,7 @@ def kill_begun(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_descendants(pid: int) -> bool:
-    """Kill all processes below ``pid``, which has adopted orphans; return whether there were any.
-
-    ``pid`` is this process, or a child of it that was not waited for.
-    """
+    """Kill all processes below ``pid``, this process or a child; return whether there were any."""
     killed: set[int] = set()
     while found := {each for each in _pids() if _is_below(each, pid)} - killed:
         for each in found:
@@ -137,12 +130,7 @@ def kill_descendants(pid: int) -> bool:
 
 
 class ProcessTree:
-    """The processes of one rank, and the files that they leave.
-
-    Args:
-        leader: pid of the rank's process, which has made the group or is about to.
-        folder: folder in which the rank keeps its sockets (:mod:`checkpointless.system.temp_folder`).
-    """
+    """The processes of one rank below ``leader``, whose group it makes, and the sockets that they leave."""
 
     def __init__(self, leader: int, folder: Path | None) -> None:
         self.leader = leader
@@ -274,8 +262,7 @@ _POLL_S = 0.01
 class ForkedProcess:
     """Runs ``function`` in a fork of this process, in a separate session, and exits with the code that it returns.
 
-    This process must have no thread but the calling one, and no CUDA context. What the child prints goes to
-    ``output``; ``returncode`` is as that of ``subprocess.Popen``.
+    This process must have no thread but the calling one, and no CUDA context.
     """
 
     def __init__(self, function: Callable[[], int | None], *, output: int, close: Sequence[int]) -> None:

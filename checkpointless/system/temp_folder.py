@@ -1,18 +1,14 @@
-"""A private folder for the sockets of the processes that ranks start.
+"""A private folder for the sockets of the processes that ranks start, and shared memory that killed ones leave.
 
-A data-loader worker hands tensors over through a Unix socket in its temporary folder
-(``multiprocessing.util.get_temp_dir``), which it removes when it ends by itself. A worker that is killed leaves the
-folder. So an agent makes a folder in which each rank's process has a subfolder, shared with all processes that it
-starts. The agent removes the subfolder when the rank's process has ended, however it ended.
+A data-loader worker hands tensors over through a Unix socket in its temporary folder, which it leaves if it is
+killed. So an agent makes a folder with a subfolder for each rank's process and all that it starts, and removes it
+when the process has ended. An agent that is killed leaves its folder, whose lock ended with it: the next agent
+removes what nobody has locked. Nodes may share a file system and yet not see each other's locks, so the name of a
+folder shows which kernel knows its lock.
 
-An agent that is killed leaves its folder. It held a lock on the folder, which ended with the agent (and with the
-ranks, if they inherited it through a fork). The next agent removes folders that nobody has locked. Because nodes
-may share a file system and yet not see each other's locks, the name of a folder shows which kernel knows its lock.
-Folders from before a machine was rebooted are left to whatever cleans up its temporary files.
-
-Killed workers leave files in shared memory, too: torch makes a file in ``/dev/shm`` for each tensor that a worker
-hands over, opens it and removes it at once; a worker that is killed in between leaves the file. Its name contains
-the worker's pid (``torch_<pid>_<random>_<counter>``: ``NewProcessWideShmHandle`` in torch's ``MapAllocator.cpp``).
+torch makes a file in ``/dev/shm`` for each tensor that a worker hands over, opens it and removes it at once; a
+worker that is killed in between leaves it. Its name contains the worker's pid (``torch_<pid>_<random>_<counter>``:
+``NewProcessWideShmHandle`` in torch's ``MapAllocator.cpp``).
 """
 
 from __future__ import annotations
@@ -52,14 +48,7 @@ def _temporary() -> Path:
 
 @contextlib.contextmanager
 def private_folder(find: Callable[[], Path] = _temporary, otherwise: str = _NO_FOLDER) -> Iterator[Path | None]:
-    """Make a folder that only this user can enter, and remove it with all its contents at the end.
-
-    Args:
-        find: returns the folder in which it is made, or raises ``OSError``; by default that for temporary files, if
-            its path is not too long for a socket in it.
-        otherwise: what it means if none can be made (None is yielded), for a warning; by default that Python's
-            defaults hold for an agent's ranks.
-    """
+    """Make a folder for this user alone below ``find()``, and remove it at the end; None if that fails."""
     try:
         path, lock = _make(find())
     except OSError as error:
@@ -131,12 +120,7 @@ def _kernel() -> str:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder of this user for as long as the returned descriptor is open; return None if it is locked.
-
-    Raises:
-        FileNotFoundError: the folder has been removed.
-        OSError: the folder cannot be locked, or belongs to another user.
-    """
+    """Lock a folder of this user until the returned descriptor is closed; None if another process has locked it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
@@ -160,10 +144,9 @@ SHARED_MEMORY = Path("/dev/shm")  # shm_open(3)
 def remove_shared(pids: Iterable[int]) -> None:
     """Remove the files that processes that have ended left, unless another process uses them.
 
-    Containers may share the folder (``--ipc=host``) but not their pids, so a file is left alone while any process
-    has it open. With torch's sharing strategy ``file_system``, no process has a file open while a message carries
-    it. This does not protect what another container of the same user sends from a process that had one of ``pids``
-    there.
+    Containers may share the folder (``--ipc=host``) but not their pids, so a file that a process has open is left
+    alone. With torch's strategy ``file_system`` none is open while a message carries it: what another container of
+    the same user sends from one of ``pids`` there is not protected.
     """
     for pid in pids:
         for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):

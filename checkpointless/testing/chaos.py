@@ -1,7 +1,4 @@
-"""Chaos: many small jobs with drawn faults, each compared with its expected outcome and with an undisturbed run.
-
-The seed draws from all faults that can be caused, so a case can be repeated by its number alone.
-"""
+"""Chaos: many small jobs with drawn faults, each compared with what it must do and an undisturbed run."""
 
 from __future__ import annotations
 
@@ -93,7 +90,6 @@ class _Scope:
     storage: bool = False  # whether the trainer can fall back to checkpoints of its own
 
     def known(self, phases: Sequence[FaultPhase]) -> Sequence[FaultPhase]:
-        """Return those of ``phases`` that the trainer announces."""
         return [phase for phase in phases if phase in self.phases]
 
 
@@ -133,9 +129,7 @@ _SCOPES = {
 
 @dataclass(frozen=True)
 class _Case:
-    """One run with faults, and the outcome that it must have; ``checkpoint_every``: steps between NeMo's own (0:
-    none).
-    """
+    """One run with faults, and the outcome that it must have; NeMo saves each ``checkpoint_every`` steps."""
 
     seed: int
     number: int
@@ -155,9 +149,7 @@ class _Case:
 def _draw(
     seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_ranks: int = 8, scope: _Scope = _NEMO
 ) -> _Case:
-    """Return the case of a number, from 0, which does not depend on others. With ``overlap``, half of the cases
-    have a second fault, in the recovery from the first or at the same time on a rank of another replica group.
-    """
+    """Return the case of a number, independent of others; with ``overlap`` half of them have a second fault."""
     if steps < 6:
         raise ValueError(f"chaos needs at least 6 steps, not {steps}")
     fitting = [(layout, often) for layout, often in scope.layouts if layout.world_size <= most_ranks]
@@ -418,7 +410,6 @@ class _Runner:
         return _judge(case, ended, reference)
 
     def directory(self, case: _Case) -> Path:
-        """Return the run directory of a case."""
         return self._config.run_dir / f"case-{case.number}"
 
     def _reference(self, case: _Case) -> Steps:

@@ -85,9 +85,7 @@ class Ended:
 
 
 def import_once(config: LaunchConfig, log: Path) -> LaunchConfig:
-    """Import in this process what the ranks need, and return the configuration of jobs that are forked from it. A
-    process that uses CUDA must not be forked.
-    """
+    """Import what the ranks need, and return the configuration of jobs forked from here: no process with CUDA."""
     os.environ.update(import_environment(config.nproc_per_node, config.cpu))
     script = Script(config.script, config.script_args, config.module)
     names = preloads_of(script) if config.preload is None else config.preload
@@ -129,7 +127,6 @@ class _Running:
         self._agents = [AgentProcess(config, folder) for config in job.configs]
 
     def look(self) -> Ended | None:
-        """Return how the job ended; None if it runs."""
         runs, now_s = any([agent.poll() is None for agent in self._agents]), time.monotonic()
         first, newest = self.progress()
         steps, seconds = self.job.steps, now_s - self._began_s
@@ -154,7 +151,6 @@ class _Running:
             agent.send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill what is left of the job."""
         for agent in self._agents:
             agent.kill()
 
@@ -202,9 +198,7 @@ def run_jobs(
     say: Callable[[str], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Ended]:
-    """Run jobs, ``most`` at a time, until all have ended, also after Ctrl-C. ``tell`` gets the lines of the first
-    agents.
-    """
+    """Run jobs, ``most`` at a time, until all have ended, also after Ctrl-C; ``tell`` gets their agents' lines."""
     due, running, ended = deque(jobs), list[_Running](), dict[str, Ended]()
     try:
         while due or running:
@@ -246,8 +240,9 @@ def _said_of(ended: Ended) -> str:
 
 
 def _linked_folder(folder: Path, at: Path, most: int = _MOST_ENTRIES) -> Path:
-    """Make a folder that looks like ``folder``, also on the way up: its folders are real up to a limit and its
-    files are links, so that a new file is never in the user's folder and ``../data`` leads to the user's data.
+    """Make a folder of real folders, up to a limit, and links to the files of ``folder``, also on the way up.
+
+    So a new file is never in the user's folder, and ``../data`` leads to the user's data.
     """
     folder, at = folder.resolve(), at.resolve()
     twin = Path(f"{at}{folder}")
@@ -272,7 +267,6 @@ def _linked_folder(folder: Path, at: Path, most: int = _MOST_ENTRIES) -> Path:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder; nothing if it may not be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)

@@ -52,12 +52,10 @@ class _Course:
 
     @property
     def steps(self) -> int:
-        """The number of steps that are compared."""
         return self.last - self.first + 1
 
     @property
     def phases(self) -> Sequence[FaultPhase]:
-        """The phases in which faults can be caused."""
         return _OF_STEP if self.is_lightning else _OF_UPDATE
 
 
@@ -95,9 +93,7 @@ def _changes(epochs: dict[int, int], step: int) -> bool:
 
 
 def _draw(course: _Course, count: int, seed: int) -> list[_Trial]:
-    """Draw the faults of a rehearsal, one for each run: an exception, a SIGKILL, and if possible one right after an
-    epoch's end and one right after a validation.
-    """
+    """Draw an exception, a SIGKILL and, if possible, a fault each right after an epoch's end and a validation."""
     if course.steps < LEAST_STEPS:
         raise ValueError(f"a rehearsal needs at least {LEAST_STEPS} steps, and this run made {course.steps}")
     dice = random.Random(f"checkpointless/{seed}/rehearsal")
@@ -249,7 +245,6 @@ def _blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: 
 
 
 def _cited(messages: Iterable[str]) -> tuple[int, ...]:
-    """Return the points of the contract that messages name."""
     return tuple(dict.fromkeys(int(each) for text in messages for each in _CITED.findall(text)))
 
 
@@ -284,7 +279,6 @@ def _citing(points: Sequence[int], messages: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_random(name: str) -> bool:
-    """Return whether a part of the rank-local state is a random stream."""
     return name.startswith("random stream ")
 
 
@@ -309,12 +303,10 @@ class _Page:
 
     @property
     def worst(self) -> Sequence[_Result]:
-        """The results that are not as they should be."""
         return [each for each in self.results if each.outcome in (_Outcome.INEXACT, _Outcome.NOT_RECOVERED)]
 
     @property
     def status(self) -> int:
-        """The exit status."""
         if self.worst:
             return INEXACT
         return NOT_REHEARSED if self.problem else EXACT
@@ -357,7 +349,6 @@ class _Page:
         say(self.sentence)
 
     def as_json(self) -> str:
-        """Return the page as JSON."""
         course = self.course
         return json.dumps(
             {

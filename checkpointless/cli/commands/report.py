@@ -43,7 +43,6 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Raise a :class:`UsageError` unless there is such a run directory."""
     if not run_dir.is_dir():
         raise UsageError(f"there is no run directory {run_dir}")
 
@@ -76,7 +75,6 @@ def _report_command(options: argparse.Namespace) -> int:
 
 
 def _read(run_dir: Path) -> tuple[Report, Sequence[Event]]:
-    """Return the report of a run, and its events."""
     from checkpointless.faults.ledger import fired
     from checkpointless.observability.report.summary import build_report
     from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
@@ -96,7 +94,6 @@ def _read(run_dir: Path) -> tuple[Report, Sequence[Event]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a command's result to a file, or to standard output (:data:`STDOUT`)."""
     if path == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()

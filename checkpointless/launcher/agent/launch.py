@@ -58,14 +58,7 @@ _NO_HANDOVER = "a process that has to be replaced cannot hand its state to its s
 
 
 def launch_coordinator(config: JobConfig, say: Callable[[str], None]) -> int:
-    """Coordinate a job until it is over; return 0 if every rank ended successfully, else 1.
-
-    It handles signals, so it must be called in the main thread.
-
-    Raises:
-        OSError: the endpoint cannot be listened on, or the run directory cannot be created.
-        ValueError: the endpoint, the token or the address for HTTP cannot be used.
-    """
+    """Coordinate a job until it is over, in the main thread; return 0 if every rank ended successfully, else 1."""
     from checkpointless.observability.monitoring.metrics import OUTSIDE
 
     config.check_meeting()
@@ -83,14 +76,10 @@ def launch_coordinator(config: JobConfig, say: Callable[[str], None]) -> int:
 
 
 def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
-    """Run this node's part of the job until it ends, and return 0 if every rank ended successfully, else 1.
+    """Run this node's part of the job in the main thread; return 0 if every rank ended successfully, else 1.
 
-    It handles signals, so it must be called in the main thread; the ranks get the same signals, and
-    ``config.term_grace_s`` to end. When this returns, no process, socket or file is left but the run directory.
-    torchrun (2.13) also returns 1 for a rank that fails with any code or signal.
-
-    Raises:
-        OSError: the run directory cannot be created or written to, or the endpoint cannot be listened on.
+    The ranks get this process's signals, too, and ``config.term_grace_s`` to end. Nothing is left but the run
+    directory. torchrun (2.13) also returns 1 for a rank that fails with any code or signal.
     """
     config.logs.mkdir(parents=True, exist_ok=True)
     signals: list[int] = []
@@ -180,10 +169,7 @@ def _run(
 
 
 def _rank_environment(config: LaunchConfig, handover: Path | None = None) -> dict[str, str]:
-    """Return the environment variables that are the same for every rank of the node and for its zygote.
-
-    ``handover`` is a folder in shared memory for the state that a process hands to its successor.
-    """
+    """Return the variables of every rank and of their zygote; a process leaves its state in ``handover``."""
     env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
     if handover is not None:
         env[HANDOVER_ENV] = str(handover)
@@ -241,7 +227,6 @@ def _serve(
     watch: Watch | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> End:
-    """Run a node's part of a job until every rank's process has ended, and return how the job ended."""
     try:
         while agent.job.outcome is None or agent.alive() or link.is_needed(clock()):
             for key, _ in selector.select(TICK_S):
@@ -274,7 +259,6 @@ def _own_age_s() -> float:
 def _conclude(
     outcome: End, generation: int, newest: int, config: LaunchConfig, events: EventLog, say: Callable[[str], None]
 ) -> int:
-    """Write and print how the job ended on this node, and return the exit code."""
     step = None if newest == NO_STEP else newest
     events.emit(
         EventName.JOB, "end", generation=max(generation, 0), code=outcome.code, reason=outcome.last_words, step=step
@@ -298,10 +282,9 @@ _END_S = 30.0  # for the kernel to end a process that was killed
 
 
 class AgentProcess(ForkedProcess):
-    """Forks an agent, which runs its node's part of a job.
+    """Forks an agent, whose lines and output go to files in the run directory, and which ends with this process.
 
-    Its lines, and what it and its ranks print, go to files in the run directory. The agent is not one of the
-    terminal's processes, since Ctrl-C is for this process, and ends with this process.
+    It is not one of the terminal's processes, since Ctrl-C is for this process.
     """
 
     def __init__(self, config: LaunchConfig, folder: Path | None = None) -> None:

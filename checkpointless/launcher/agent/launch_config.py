@@ -1,7 +1,4 @@
-"""What a node's agent is asked to do; checked before anything starts.
-
-The environment variables that an agent gives its ranks.
-"""
+"""What a node's agent is asked to do, checked before anything starts, and variables that it gives its ranks."""
 
 from __future__ import annotations
 
@@ -40,30 +37,23 @@ def _words(text: str, what: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig(JobConfig):
-    """What to run on a node, and how.
+    """What to run on a node, and how; ``ValueError`` if values do not go together, or if there is nothing to run.
 
     Attributes:
-        script: path of a script, or name of a module if ``module`` is set.
         preload: dotted names to import once before the ranks are forked; None: what the script imports from
             installed distributions.
-        strict: whether the job ends if a redone step is not the one that it was.
-        fork_here: whether to fork the ranks' zygote from this process, which has imported what they need, instead
-            of starting an interpreter; only in a process with one thread and no CUDA context.
+        fork_here: whether to fork the ranks' zygote from this process, which has imported what they need; only in
+            a process with one thread and no CUDA context.
         local_ranks_filter: the ranks of the node, from 0, whose output is copied to stdout (None: all).
         log_dir: directory of the logs; None: ``logs`` in ``run_dir``.
         log_bytes: size of the log of each rank, with the older files that it was divided into.
         node_rank: this node's number, from 0; the number of a spare is ``nnodes`` or more.
         term_grace_s: how long the ranks have to end once the job has to end, or has failed.
         exit_grace_s: how long a rank's process may be idle once its script, or else its block, has ended.
-        device_check: command that is run before a rank's process is started again, and that exits with 0 if the
-            rank's device may be used ("": none).
-        on_sigterm: what SIGTERM to the agent does: ``end`` the job, or ``drain`` the node, whose ranks a spare
-            takes over; a second one ends the job.
+        device_check: command whose exit code 0 says that a rank's device may be used again ("": none).
+        on_sigterm: ``end`` the job, or ``drain`` the node, whose ranks a spare takes over; a second one ends it.
         notice: command that is run every few seconds, and whose exit code 0 drains the node, too ("": none).
         job: name of the job, for its metrics (default: that of the script).
-
-    Raises:
-        ValueError: values do not go together, or the script or a command does not exist.
     """
 
     script: str

@@ -80,7 +80,6 @@ class _LocalLink:
         self._until_s: float | None = None
 
     def report(self, message: NodeMessage) -> None:
-        """Take what the agent reports to the coordinator."""
         self._reports.append(message)
 
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
@@ -115,10 +114,7 @@ class _LocalLink:
 
 
 class _RemoteLink:
-    """A link to a coordinator in another process.
-
-    If the coordinator is lost, the ranks continue to train while a thread looks for it again.
-    """
+    """A link to a coordinator in another process; if it is lost, ranks train on while a thread looks for it."""
 
     def __init__(
         self,
@@ -248,14 +244,10 @@ class _RefusedError(JoinError):
 
 
 class _Joining:
-    """A connection to the coordinator on which both sides have proved that they know the token.
+    """A connection to the coordinator on which both sides have proved that they know the token; else ``JoinError``.
 
     It keeps trying for ``refused_for_s`` while the coordinator refuses this node: it may not have noticed yet that
     this node's predecessor was lost.
-
-    Raises:
-        JoinError: the coordinator was not reached in time, does not know the token, or has no place for this node;
-            or ``stopped`` returned True.
     """
 
     def __init__(
@@ -345,14 +337,9 @@ class _Joining:
 
 
 def move_node(config: JobConfig, node: int, rank: int, say: Callable[[str], None], timeout_s: float) -> bool:
-    """Ask a job to move a node's ranks to a spare, and return whether they have moved.
+    """Ask a job to move a node's ranks (-1: the node of ``rank``) to a spare, and return whether they have moved.
 
-    Args:
-        node: the node; -1: that of ``rank``.
-
-    Raises:
-        JoinError: the coordinator was not reached, does not know the token, or has ended.
-        TimeoutError: the move is not over in time; it goes on.
+    ``JoinError`` says that there is no such coordinator, ``TimeoutError`` that the move still goes on.
     """
     asked = _Joining(config, OPERATOR, _REACH_S, lambda: False)
     deadline_s = time.monotonic() + timeout_s
@@ -384,12 +371,7 @@ def link_to_coordinator(
     say: Callable[[str], None],
     clock: Callable[[], float],
 ) -> Link:
-    """Return the link to the coordinator, which runs here on node 0 unless there is one elsewhere.
-
-    Raises:
-        JoinError: the coordinator cannot be reached, or has no place for this node; or a signal ends the attempt.
-        OSError: the address cannot be resolved or listened on.
-    """
+    """Return the link to the coordinator, which runs here on node 0 unless there is one elsewhere."""
     if config.is_alone:
         return _LocalLink(Coordinator(config, events=events, say=say, clock=clock), None)
     if config.node_rank == 0:

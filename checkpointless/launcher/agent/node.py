@@ -1,7 +1,4 @@
-"""A node's agent: it starts the ranks of the node, listens to them and does what the coordinator says.
-
-It reports how far their boards say that they have come and which are silent, and ends processes that only idle.
-"""
+"""A node's agent: it starts the ranks, reports what they say and show, and does what the coordinator says."""
 
 from __future__ import annotations
 
@@ -82,10 +79,8 @@ class _ExitWatch:
     """Sees to it that a process ends whose script has ended, or whose block has while other ranks' processes have.
 
     What computes or writes is waited for. A rank that has not said that it has a block may be at work, whatever
-    others do: it has the limit of a rank that shows no progress.
-
-    Attributes:
-        elsewhere: the first rank of the whole job that has ended well, as the coordinator says (None: none has).
+    others do: it has the limit of a rank that shows no progress. ``elsewhere`` is the first rank of the whole job
+    that has ended well, as the coordinator says (None: none has).
     """
 
     def __init__(
@@ -123,7 +118,6 @@ class _ExitWatch:
             self._watch(rank, rank.pid or 0, limit_s, now_s)
 
     def _limit_s(self, rank: LocalRank, others_have_ended: bool) -> float | None:
-        """Return how many seconds a rank's process may idle; None: as long as it likes."""
         if rank.state is RankState.GONE or rank.pid is None or rank.is_cut_off:
             return None
         if rank.board.exit_code() is not None:
@@ -145,7 +139,6 @@ class _ExitWatch:
         self._say(f"{what}: waited for as long as it works, and {self._grace_s:g} s if it does not (--exit-grace)")
 
     def _watch(self, rank: LocalRank, pid: int, limit_s: float, now_s: float) -> None:
-        """Have a process that idles for too long write its stacks, and end it."""
         known, idleness = self._late.get(rank.number, (0, None))
         if idleness is None or known != pid:
             idleness = Idleness(now_s, lambda: self._families.get(pid, []))
@@ -164,7 +157,6 @@ class _ExitWatch:
 
 
 def _has_only_to_end(rank: LocalRank) -> bool:
-    """Return whether a rank's last block or its script is over."""
     return rank.state is RankState.FINISHED or rank.board.exit_code() is not None
 
 
@@ -362,10 +354,6 @@ class NodeAgent:
         clock: should stand still while this process does not run, so that ranks are not blamed for what the agent
             did not see.
         hosts: whether the coordinator ends with this agent.
-
-    Attributes:
-        takes_part: whether the node's ranks were in a generation, and are still the job's.
-        has_moved: whether another node has taken their place.
     """
 
     def __init__(
@@ -452,10 +440,7 @@ class NodeAgent:
             self._exits.look(self.ranks.values(), now_s)
 
     def interrupted(self, number: int) -> None:
-        """Pass a signal that this process got on to the ranks.
-
-        One that ends a job gives them the time to end in; a later SIGINT while a job ends has them killed at once.
-        """
+        """Pass a signal on to the ranks; a later SIGINT, while a job ends, has them killed at once."""
         drains = number == signal.SIGTERM and self._drains_at_sigterm and self.takes_part and not self._hosts
         if self.job.outcome is None and drains:
             self._drains_at_sigterm, self._was_terminated = False, True  # the next one ends the job
@@ -486,7 +471,6 @@ class NodeAgent:
         self._close_store()
 
     def _drain(self, reason: str) -> None:
-        """Ask for a spare to take this node's ranks over."""
         if self.takes_part and not self._is_draining:
             self._is_draining = True
             self._report(MoveWanted(reason))
@@ -508,7 +492,6 @@ class NodeAgent:
             self._farewell = None
 
     def _pass(self, message: NodeMessage) -> None:
-        """Report what has happened to a process."""
         if isinstance(message, RankEnded):
             self._say_farewell()
         self._report(message)
@@ -626,7 +609,6 @@ class NodeAgent:
         self._report(StoreOpened(generation, self._store.address, self._store.port))
 
     def _close_store(self) -> None:
-        """Close the store, which frees the ranks that wait in it."""
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -667,10 +649,7 @@ class NodeAgent:
 
 
 class _GenerationStore:
-    """A c10d store for one generation in the agent: the ranks do not notice if the coordinator is lost.
-
-    Closing it frees every rank that waits for a key in it.
-    """
+    """A c10d store for one generation, which outlives the coordinator; closing it frees every rank that waits."""
 
     def __init__(self, generation: int, address: str = LOOPBACK) -> None:
         self.generation = generation

@@ -35,10 +35,7 @@ _BEATING = (RankState.RUNNING, RankState.LEAVING)
 
 
 class Watch:
-    """Keeps the snapshot of a loop up to date, which is replaced and never changed.
-
-    ``run_log`` reads what ranks measured and what the run's time was spent on; None before :meth:`log`.
-    """
+    """Keeps the snapshot of a loop up to date, which is replaced and never changed."""
 
     def __init__(self, node: int, names: JobNames | None = None) -> None:
         self.snapshot = Snapshot(node)
@@ -54,12 +51,7 @@ class Watch:
         return EventLog(path, node=node, seen=partial(self.metrics.take, (Source.AGENT, Source.COORDINATOR)))
 
     def look(self, agent: NodeAgent | None, coordinator: Coordinator | None, now_s: float) -> None:
-        """Replace the snapshot if it is due.
-
-        Args:
-            agent: the node's; None in a coordinator's own process.
-            coordinator: the job's; None on nodes where it does not run.
-        """
+        """Replace the snapshot if it is due; a coordinator's process has no agent, most nodes no coordinator."""
         began_s = time.perf_counter()
         about = agent or coordinator
         if now_s < self._again_at_s or about is None:
@@ -129,5 +121,4 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def _known(number: int) -> int | None:
-    """Return a step or a generation, or None for -1."""
     return None if number == NO_STEP else number

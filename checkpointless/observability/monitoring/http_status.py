@@ -1,8 +1,4 @@
-"""Health, status and metrics over HTTP, read-only: ``/healthz``, ``/status`` and ``/metrics``, listed at ``/``.
-
-Daemon threads serve them from the snapshot of the agent, or of a coordinator in a separate process: one accepts
-clients, and each client has one. They never make the loop wait.
-"""
+"""Health, status and metrics over HTTP, read-only: ``/healthz``, ``/status`` and ``/metrics``, listed at ``/``."""
 
 from __future__ import annotations
 
@@ -95,7 +91,6 @@ class _StatusHandler(BaseHTTPRequestHandler):
     requestline = ""
 
     def parse_request(self) -> bool:
-        """Return whether this is a request that a page may answer; any other is refused."""
         if not super().parse_request():
             return False
         if self.command not in ("GET", "HEAD"):
@@ -125,7 +120,6 @@ class _StatusHandler(BaseHTTPRequestHandler):
         self._send(_Page(status, TEXT, f"{status.phrase}\n{paths}".encode()))
 
     def version_string(self) -> str:
-        """Return a name without the version of Python."""
         return "checkpointless"
 
     def log_message(self, format: str, *args: object) -> None:
@@ -191,7 +185,6 @@ class _StatusServer(ThreadingHTTPServer):
         thread.start()
 
     def handle_error(self, request: _Request, client_address: object) -> None:
-        """Log why a client was not answered."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             logger.debug("HTTP: %s", error)

@@ -1,8 +1,7 @@
 """The metrics in Prometheus's text format: what events count, and what the snapshot of a loop and the report say.
 
-Every sample has the labels ``job``, ``run`` and ``node``, which say whose it is wherever it is scraped: Prometheus
-adds the address of the target (``instance``) and the name of the scrape configuration (``job``), and an address
-belongs to another job tomorrow. They are the same for all samples of a process, so they multiply nothing.
+The labels ``job``, ``run`` and ``node`` say whose a sample is wherever it is scraped: those that Prometheus adds
+name an address, which belongs to another job tomorrow.
 """
 
 from __future__ import annotations
@@ -66,11 +65,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The whole job, which only the coordinator knows.
-
-    Attributes:
-        nodes: the ``node``, its ``state`` (``joined``, ``loading``: without ranks yet, ``absent``) and ``why``.
-    """
+    """The whole job, which only the coordinator knows; a ``loading`` node has no ranks yet."""
 
     nodes: Sequence[Mapping[str, Any]]  # Any: plain JSON, as ``/status`` shows it
     ranks: Sequence[Mapping[str, Any]]  # the ``rank``, its ``node``, ``state`` and ``incarnation``
@@ -121,9 +116,7 @@ _SHARE = 20  # an account is made in at most a twentieth of the time
 class RunLog:
     """Reads an event log in a thread, once per second, for :data:`ASKED_FOR_S` after each question.
 
-    Args:
-        ranks: returns the ranks of the node; a spare has none until it takes a place.
-        take: called with each event of the node that was written since this object was made.
+    ``take`` gets each event of the node's ``ranks`` that was written since this object was made.
     """
 
     def __init__(
@@ -141,10 +134,7 @@ class RunLog:
         self._nothing = self.report = build_report(self._run_dir, [])
 
     def ask(self, high_water: int | None, has_account: bool = True) -> Report:
-        """Return at once what is known, and keep it up to date for a while, without an account unless that is asked
-        for; ``high_water``: the newest step, which events report once per minute. One thread at a time may call
-        this.
-        """
+        """Return at once what is known, and keep it up to date for a while; one thread at a time may call this."""
         self._asked_at_s = time.monotonic()
         self._has_account &= has_account
         if self._thread is None and not self._closing.is_set():
@@ -339,10 +329,7 @@ def _kind(spec: str) -> str:
 
 
 class Metrics:
-    """Counts events, and makes the page.
-
-    ``open`` is how the cause came about, for each incident whose ranks have not met again.
-    """
+    """Counts events, and makes the page; ``open`` is how incidents came about whose ranks have not met again."""
 
     def __init__(self, node: int, names: JobNames) -> None:
         prometheus_client.disable_created_metrics()
@@ -409,7 +396,6 @@ class _Gauges(Collector):
         self._whose, self._names, self._now, self._account = whose, names, now, account
 
     def collect(self) -> Iterator[Family]:
-        """Yield every family that this node can report."""
         now, names = self._now, self._names
         about = {**self._whose, "version": version("checkpointless"), "script": names.script}
         about["run_dir"] = names.run_dir

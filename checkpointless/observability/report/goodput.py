@@ -1,7 +1,6 @@
 """Goodput: the wall time of a job by cause, over all its runs; the seconds of all causes add up to the wall time.
 
-``training`` is what is left of the time between incidents once other causes have their parts of it: a save has all
-of its time, a slow rank the share that the others wait for it, and steps that were made before have theirs.
+``training`` is what other causes leave of the time between incidents: saves, waits for a slow rank, repeated steps.
 """
 
 from __future__ import annotations
@@ -113,9 +112,7 @@ class Goodput:
         }
 
     def spent_on(self, periods: Iterable[Spell], within: Sequence[Spell], repeated_s: float) -> Goodput:
-        """Return the goodput of one run, which ``periods`` tile; where several Spells ``within`` take a share of
-        training, the largest counts, and ``repeated_s`` of it are of steps that had been made before.
-        """
+        """Return the goodput of a run, which ``periods`` tile; of several Spells ``within``, the largest counts."""
         spells = [
             part for each in periods for part in (_divided(each, within) if each.cause == TRAINING else [each])
         ]

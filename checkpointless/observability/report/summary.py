@@ -102,9 +102,7 @@ def _periods(marks: _Milestones, incidents: Sequence[IncidentSummary]) -> tuple[
 
 
 def _step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -> float | None:
-    """Return the seconds per optimizer step, with all other work of the loop, from the first step of each
-    generation to the last time at which its progress is known; None if none has two such steps.
-    """
+    """Return the seconds per step, with the loop's other work, over generations of several steps, if there are."""
     began: dict[int, tuple[int, int]] = {}
     reached: dict[int, tuple[int, int]] = {}
 
@@ -182,9 +180,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _StageFigures:
-    """Times of one stage over all incidents with it, on the slowest rank of each; ``tile_s`` is its part of their
-    time, without overlap.
-    """
+    """Times of one stage over all incidents with it, on the slowest rank; ``tile_s`` is without overlap."""
 
     stage: str
     count: int
@@ -328,7 +324,6 @@ def _goodput(
 
 
 def _stragglers(events: Sequence[Event]) -> tuple[_Straggler, ...]:
-    """Return the ranks that were slow, in the order in which they were found."""
     found: list[_Straggler] = []
     open_at: dict[int, tuple[int, int]] = {}  # by rank: its place in the list, and since when
     for event in _in_order(events, EventName.STRAGGLER):
@@ -424,7 +419,6 @@ def _plain(report: Report) -> dict[str, Any]:
 
 
 def _without_ns(part: Any) -> dict[str, Any]:  # Any: a dataclass
-    """Return the fields of ``part``, without times in nanoseconds."""
     return {key: value for key, value in asdict(part).items() if not key.endswith("_ns")}
 
 

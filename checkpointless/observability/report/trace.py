@@ -1,10 +1,9 @@
-"""A run's events as a trace that Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open.
+"""A run's events as a trace, in Chrome's JSON object format, that Perfetto and ``chrome://tracing`` open.
 
-The format is the JSON object form of Chrome's trace-event format. It has a process for each node, with a thread for
-the agent and one for each rank, and a process for the whole job. Stages are complete events (``X``), points are
-instant events (``i``), and what an agent does for several ranks at once (``respawn``) is an asynchronous event
-(``b``, ``e``). Times are microseconds since the first event, by UTC: monotonic clocks of different nodes cannot be
-compared.
+It has a process for each node, with a thread for the agent and one for each rank, and a process for the whole job.
+Stages are complete events (``X``), points are instant events (``i``), and what an agent does for several ranks at
+once is an asynchronous event (``b``, ``e``). Times are microseconds since the first event, by UTC: monotonic clocks
+of different nodes cannot be compared.
 """
 
 from __future__ import annotations

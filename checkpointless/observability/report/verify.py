@@ -162,9 +162,9 @@ def compare(
     *,
     gone_back: tuple[Collection[int], Collection[int]] = (frozenset(), frozenset()),
 ) -> Verdict:
-    """Compare two runs, in what both recorded but ``without``. Every rank of either should have every step of each
-    fit of either run, once; of a step that was recorded again, the last record counts, and every one if the run had
-    ``gone_back`` there: no rank held the newest state.
+    """Compare two runs, in what both recorded but ``without``; every rank should have every step of a fit, once.
+
+    Of a step that was recorded again, the last record counts, and every one if the run had ``gone_back`` there.
     """
     made = {"A": _by_place(a), "B": _by_place(b)}
     due = {(rank, step) for rank in {*a, *b} for step in _expected([*a.values(), *b.values()])}

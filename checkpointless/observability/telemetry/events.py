@@ -1,7 +1,4 @@
-"""The event log: one JSON object per line in ``<run dir>/events.jsonl``, from every process of a job.
-
-A reader of the lines that are appended to a file.
-"""
+"""The event log: one JSON object per line in ``<run dir>/events.jsonl``, from every process of a job."""
 
 from __future__ import annotations
 
@@ -57,19 +54,13 @@ class Event:
 
 
 class EventLog:
-    """Appends events to one file, which any number of processes and threads may share.
+    """Appends events to one file, which any number of processes and threads may share; without ``path`` to none.
 
-    A caller of :meth:`emit` never waits for the disk and never fails because of it: a thread of the process
-    (:mod:`checkpointless.observability.telemetry.scribe`) writes the events in the order in which they were
-    emitted. Every line is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is
-    held between lines: the log survives forks and clean-ups, and leaves nothing open. Lines that cannot be written
-    (disk full, directory gone), and lines that come while thousands wait for a stalled disk, are dropped; one line
-    says how many, once lines can be written again. Points outside of incidents are dropped first.
-
-    Args:
-        path: the file; None drops every event.
-        rank: rank that writes; used for events that do not name another rank.
-        seen: called with the fields of each event, also without a file.
+    :meth:`emit` never waits for the disk and never fails because of it: a thread of the process
+    (:mod:`checkpointless.observability.telemetry.scribe`) writes. Every line is one ``write(2)`` with ``O_APPEND``,
+    so lines never mix, and no descriptor is held between lines: the log survives forks and clean-ups. Lines that
+    cannot be written, or that come while thousands wait for a stalled disk, are dropped, points outside of
+    incidents first; one line says how many, once lines can be written again. ``seen`` gets all events.
     """
 
     def __init__(
@@ -92,9 +83,7 @@ class EventLog:
         rank: int | None = None,
         **fields: Any,
     ) -> None:
-        """Queue one event with the current time and this process's id, of the log's own rank unless one is given;
-        never wait.
-        """
+        """Queue one event, of the log's own rank unless one is given; never wait."""
         self._seen({**fields, "stage": stage, "edge": edge, "generation": generation, "incident": incident})
         if self.path is None:
             return
@@ -120,10 +109,7 @@ class EventLog:
     def span(
         self, stage: EventName, *, generation: int, incident: str | None = None, **fields: Any
     ) -> Iterator[dict[str, Any]]:
-        """Emit ``begin`` now and, when the ``with`` body ends, ``end`` with ``seconds`` and any ``error`` raised.
-
-        The entries of the dict that is yielded go into the ``end`` line.
-        """
+        """Emit ``begin``, and in the end ``end`` with ``seconds``, any ``error``, and the yielded dict's fields."""
         more: dict[str, Any] = {}
         self.emit(stage, "begin", generation=generation, incident=incident, **fields)
         started_s = time.monotonic()
@@ -152,7 +138,6 @@ class _Losses:
         next(self._left_out)
 
     def append(self, path: Path, line: str, origin: Mapping[str, Any]) -> None:
-        """Append ``line``; if that fails, count it, and warn once until a line can be written again."""
         left_out = next(self._left_out) - self._looked
         self._looked += 1
         count = left_out + self._unwritten - self._told
@@ -208,11 +193,10 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_lines(path: Path, kind: type[_Parsed]) -> Iterator[_Parsed]:
-    """Yield what the lines of a file of JSON lines say, as objects of a class of msgspec's; nothing without a file.
+    """Yield what the lines of a file say, as objects of a class of msgspec's; nothing without a file.
 
-    A line that a writer was killed on may lack its end. If it is the last line, it is skipped; if another writer
-    has appended a line to it, the appended line is yielded. Lines that are broken in another way are skipped, with
-    one warning for all of them.
+    A writer that was killed leaves a torn line: it is skipped, and a line that another one has appended to it is
+    yielded. Lines that are broken in another way are skipped, with one warning.
     """
     return _parsed(path, lambda line: _checked(_object_of(line), kind), kind.__name__)
 

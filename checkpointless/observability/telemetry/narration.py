@@ -41,14 +41,7 @@ def _failed_save_line(event: Event) -> str:
 
 @dataclass
 class _Generation:
-    """What the ranks said about a generation.
-
-    Attributes:
-        went: when the ranks were let go into it, in nanoseconds of the coordinator's monotonic clock.
-        began_to_wait: when each rank reached the barrier, by the same clock (-1 for ranks of other nodes).
-        reason: why training does not resume from memory.
-        nbytes: bytes that the ranks in ``filled`` received from the ranks in ``sources``.
-    """
+    """What the ranks said about a generation; times are of the coordinator's clock (-1: of another node)."""
 
     seconds: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     began: set[str] = field(default_factory=set)
@@ -77,12 +70,7 @@ class _Incident:
 
 
 class Narrator:
-    """Turns the events of a job into a block of a dozen lines per incident.
-
-    Args:
-        pid: id of the coordinator's process; only incidents that it detected are shown.
-        logs: directory of the logs; None: the usual one in ``run_dir``.
-    """
+    """Turns the events of a job, whose coordinator is the process ``pid``, into a dozen lines per incident."""
 
     def __init__(self, run_dir: Path, node: int, pid: int, logs: Path | None = None) -> None:
         self._run_dir, self._logs = run_dir, logs or run_dir / "logs"
@@ -104,11 +92,7 @@ class Narrator:
         return self._incident is not None and self._incident.is_over
 
     def take(self, event: Event, now_s: float) -> Iterator[str]:
-        """Process one event.
-
-        Yields:
-            The lines that can be shown now.
-        """
+        """Process one event, and yield the lines that can be shown now."""
         if event.stage == EventName.JOB and event.edge == "begin":
             self._world = int(event.fields.get("nproc", 0))
             self._importing_since_s, self._next_word_s = now_s, now_s + _IMPORTING_S
@@ -269,7 +253,6 @@ class Narrator:
         return ""
 
     def _line(self, generation: _Generation, stage: EventName, note: str = "") -> str:
-        """Return the line for a stage that all ranks have finished."""
         more = [note] if note else []
         for name, seconds in generation.seconds.items():
             slowest_s = max(seconds.values(), default=0.0)

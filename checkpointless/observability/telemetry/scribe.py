@@ -1,7 +1,4 @@
-"""A thread that does a process's writes to disk, so that no other thread of the process waits for the disk.
-
-A relay for the package's log messages, which no thread waits for: a terminal may take none. Full tracebacks.
-"""
+"""A thread that does a process's writes to disk, and one that relays the package's log messages."""
 
 from __future__ import annotations
 
@@ -39,9 +36,8 @@ class _Scribe:
     """Runs functions that may have to wait for a disk in one thread, in the order in which they were put.
 
     :meth:`put` never waits. It changes shared state only through single calls of C functions, so that an exception
-    that another thread raises in the main thread at any instruction (as a fault of another rank does) neither leaks
-    a lock nor starts a second writer. The first function that is put starts the thread. A forked child is empty:
-    what was put before the fork is left to the parent.
+    that another thread raises in the main thread at any instruction neither leaks a lock nor starts a second
+    writer. A forked child is empty: what was put before the fork is left to the parent.
     """
 
     def __init__(self) -> None:
@@ -55,9 +51,7 @@ class _Scribe:
         self._missed: int | None = None  # value of _done when the last flush gave up
 
     def put(self, write: Callable[[], object], *, chatter: bool = False) -> bool:
-        """Queue ``write``, and log what it raises; return False if too many wait. ``chatter`` is dropped before
-        others.
-        """
+        """Queue ``write``; return False if too many wait, of which ``chatter`` is dropped before others."""
         if self._waiting.qsize() >= (MAX_CHATTER_WAITING if chatter else MAX_WAITING):
             return False
         self._waiting.put(write)
@@ -65,10 +59,7 @@ class _Scribe:
         return True
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until everything that was put before is done; return whether it is.
-
-        If the last flush timed out and nothing was done since, this one waits for a tenth of a second at most.
-        """
+        """Wait until what was put before is done; return whether it is. After a wait in vain, wait 0.1 s only."""
         if self._waiting.empty() and not self._at_work.locked():
             return True
         if self._missed == self._done:
@@ -148,8 +139,7 @@ class LogRelay(logging.Handler):
     """Passes the package's messages to the handlers that would get them without it, in a thread of this process.
 
     It has no lock that an exception raised by another thread could leave locked. In a process that is forked later,
-    for example a data-loader worker, messages are handled at once, as without the relay. It is usable as a context
-    manager.
+    messages are handled at once, as without the relay.
     """
 
     def __init__(self) -> None:
@@ -254,9 +244,7 @@ TRACEBACKS_DIR = "tracebacks"
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Cut from an exception's traceback the frames of the package and runpy that led to the user's code, if any was
-    on the way.
-    """
+    """Cut from a traceback the frames of the package and runpy that led to the user's code, if that was reached."""
     first = error.__traceback__
     while first is not None and _is_own(first.tb_frame.f_code):
         first = first.tb_next

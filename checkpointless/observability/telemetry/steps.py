@@ -21,10 +21,7 @@ _STEPS, _VALIDATIONS, _CHECKPOINTS = "rank-", "validation-rank-", "checkpoints.j
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Record of one optimizer step on one rank; None for what the run does not have or did not record.
-
-    Between two fits, numbers of steps are left out.
-    """
+    """Record of one optimizer step on one rank; None for what the run does not have or did not record."""
 
     step: int
     loss: str  # as ``float.hex()`` gives it ("-": not known)
@@ -58,15 +55,11 @@ class _CheckpointsRecord(msgspec.Struct, frozen=True):
 
 
 def _exact(loss: float | None) -> str:
-    """Return a loss as it is recorded."""
     return NO_LOSS if loss is None else float(loss).hex()
 
 
 class Recording(dict[int, Sequence[StepRecord]]):
-    """The steps of a run by rank, in the order in which they were written, and what else was recorded.
-
-    ``checkpoints`` are the sorted names of those that each folder held at the end; None if none are kept.
-    """
+    """The steps of a run by rank, as they were written; ``checkpoints`` are the names in each folder at the end."""
 
     def __init__(
         self,
@@ -82,10 +75,9 @@ class Recording(dict[int, Sequence[StepRecord]]):
 class StepLog:
     """Appends what a rank computed to ``<run dir>/steps/rank-N.jsonl`` and to files next to it.
 
-    Each line has been handed to the kernel when :meth:`record` returns, so it survives the death of the process,
-    unless the disk stalls for longer than a second: that must not keep the rank from taking part in a recovery. A
-    respawned rank continues the file. Every line is kept, even if a step is recorded twice, so that readers can see
-    that a finished step was repeated.
+    A line has been handed to the kernel when :meth:`record` returns, so it survives the death of the process,
+    unless the disk stalls for longer than a second: that must not keep the rank from taking part in a recovery.
+    Repeated steps are kept, so that readers can see them.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -110,9 +102,7 @@ class StepLog:
         return cls(run_dir, own_rank())
 
     def record(self, step: int, loss: float | None, params: str, **more: Any) -> None:
-        """Append one step, with ``more`` fields of :class:`StepRecord`; ``OSError`` if a line so far was not
-        written: holes would prove nothing.
-        """
+        """Append one step; ``OSError`` if a line so far was not written, since holes would prove nothing."""
         self._append(self.path, StepRecord(step, _exact(loss), params, **more))
 
     def record_validation(self, step: int, metrics: Mapping[str, float], callbacks: Mapping[str, str]) -> None:

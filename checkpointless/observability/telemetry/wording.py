@@ -13,8 +13,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def printable(text: str, limit: int | None = None) -> str:
     """Return ``text`` as one line of at most ``limit`` printable characters, for a terminal or a page.
 
-    White space becomes single blanks. A character that could move the cursor, change a colour or turn the direction
-    of writing, or that cannot be encoded (control and format characters, lone surrogates), is shown by its code.
+    Characters that move the cursor, change colours or the direction of writing, or have no encoding, become codes.
     """
     if limit is not None:
         text = text[: 8 * limit]  # the rest is not looked at

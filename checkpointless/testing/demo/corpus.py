@@ -1,8 +1,4 @@
-"""Real English text as bytes for a tiny language model, and a dataset of it.
-
-The text ships with Python (`pydoc_data.topics`, about 460 kB), so nothing is downloaded and every machine with the
-same Python has the same bytes.
-"""
+"""The text of Python's help topics, so that nothing is downloaded, and a dataset of it."""
 
 import functools
 from pydoc_data import topics as pydoc_topics
@@ -19,9 +15,7 @@ def english() -> bytes:
 
 
 class TextWindows(Dataset):
-    """Dataset of back-to-back windows of `text`, in an order that `seed` shuffles again for every pass. Item `i`
-    depends on `i`, `seed` and the text alone, never on the process, the rank or what was read before.
-    """
+    """Dataset of back-to-back windows of `text`, shuffled again for each pass; an item depends on nothing else."""
 
     def __init__(self, text: bytes, seq_length: int, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples

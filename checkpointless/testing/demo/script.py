@@ -117,10 +117,7 @@ def _corpus(steps: int, ranks: int) -> TextWindows:
 def _batches(
     caller: HPCallWrapper, options: argparse.Namespace, first: int, rank: int, ranks: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Return the microbatches of a data-parallel rank, from those of step ``first``.
-
-    Each has ``tokens`` and ``labels``, int64, of shape (MICRO_BATCH, SEQUENCE).
-    """
+    """Return a data-parallel rank's microbatches from step ``first``: int64, of shape (MICRO_BATCH, SEQUENCE)."""
     samples = [
         [(micro * ranks + rank) * MICRO_BATCH + place for place in range(MICRO_BATCH)]
         for micro in range((first - 1) * MICRO_BATCHES, options.steps * MICRO_BATCHES)
@@ -268,7 +265,6 @@ def _megatron(caller: HPCallWrapper, options: argparse.Namespace) -> None:
 
 
 def _megatron_model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the wrapped model and its optimizer."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,

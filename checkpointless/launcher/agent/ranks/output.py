@@ -21,10 +21,10 @@ _MOST_LINE_BYTES = 64 * 1024
 
 
 class _LogFile:
-    """A log, ``NAME.log``, of bounded size. What its disk does not take is left out, and a line says how much.
+    """A log of bounded size; what its disk does not take is left out, and a line says how much.
 
-    A full file is renamed to ``NAME.1.log``, ``NAME.2.log`` and so on; the oldest are deleted. With ``is_new`` a
-    file that is there already is an older one, and not continued.
+    A full file is renamed to ``NAME.1.log`` and so on; the oldest are deleted. With ``is_new``, a file that is
+    there already is an older one, and not continued.
     """
 
     def __init__(self, path: Path, most_bytes: int, complain: Callable[[str], None], *, is_new: bool) -> None:
@@ -95,11 +95,7 @@ class _LogFile:
 
 
 class _LineCopy:
-    """Shows the lines of a rank with the rank in front.
-
-    Only whole lines are shown, so that nothing is ever added to one. A state of a progress bar, which ends in a
-    carriage return, is a line. So is a piece of a very long line.
-    """
+    """Shows a rank's whole lines, states of a progress bar, and parts of long lines, with the rank in front."""
 
     def __init__(self, name: str, show: Callable[[bytes], None], where: Path) -> None:
         self._header, self._show, self._where = f"[{name}] ".encode(), show, where
@@ -235,8 +231,7 @@ class _Outlet:
 class Printed:
     """What one rank prints, over all its processes: the pipe that they print to, and its last lines.
 
-    This process holds both ends, so that there is one pipe, however many processes the rank has and whatever they
-    leave running. The outlets are called with all output, in order; they wait only briefly.
+    This process holds both ends, so that there is one pipe, whatever processes the rank leaves running.
     """
 
     def __init__(self, path: Path, *outlets: Callable[[bytes], None]) -> None:
@@ -284,11 +279,7 @@ class Output:
 
     A thread empties all pipes. It does not wait for a terminal, and for a disk only briefly, so that no rank does:
     one thread for the files and one for the terminal wait in its place, and what they cannot pass on is counted.
-
-    Args:
-        node: the node's number; None if it is the job's only node.
-        most_bytes: size of each log, with the older files of the same rank.
-        new_logs: the ranks whose logs begin with this agent; those of others are continued.
+    ``most_bytes`` is the size of each log with its older files; logs of ``new_logs`` begin with this agent.
     """
 
     def __init__(

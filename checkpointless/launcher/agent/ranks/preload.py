@@ -25,9 +25,8 @@ _WITH_TORCH = ("torch._dynamo", "torch.distributed.tensor.debug")
 def preloads_of(script: Script) -> tuple[str, ...]:
     """Return the sorted names that ``script`` imports, anywhere in the file, from installed distributions.
 
-    The user's own modules are left out, because they belong to the run of the script. ``from a.b import c`` gives
-    ``a.b.c``, whether ``c`` is a module or not. Empty if the source cannot be found or parsed (running it will say
-    why).
+    The user's own modules belong to the run of the script. ``from a.b import c`` gives ``a.b.c``, module or not. A
+    source that cannot be read gives nothing: running it will say why.
     """
     source = _source(script)
     if source is None:
@@ -47,11 +46,7 @@ def preloads_of(script: Script) -> tuple[str, ...]:
 
 
 def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
-    """Return, sorted, those of ``names`` that come from installed distributions, and what torch needs.
-
-    Args:
-        local: the folder in which the user's own modules lie, which hide installed ones.
-    """
+    """Return, sorted, those of ``names`` that come from no module in ``local``, and what torch needs."""
     wanted = set(names)
     roots = {root for root in {name.partition(".")[0] for name in wanted} if _is_installed(root, local)}
     if "torch" in roots:
@@ -76,11 +71,7 @@ def preload(names: tuple[str, ...], script: Script | None = None) -> list[str]:
 
 
 def prepare(script: Script) -> None:
-    """Have a preloaded module that is run as the script do, once for all ranks, what each of them would do first.
-
-    It may define ``before_ranks``, a function of the script's arguments. If that fails, it is logged, and left to
-    the ranks.
-    """
+    """Call a preloaded module's ``before_ranks`` with the script's arguments: what each rank would do first."""
     module = sys.modules.get(script.target) if script.module else None
     before_ranks = getattr(module, "before_ranks", None)
     if before_ranks is None:

@@ -65,12 +65,7 @@ logger = logging.getLogger(__name__)
 class NodeJobState:
     """The job as the coordinator has described it to this node.
 
-    Attributes:
-        generation: the generation that began last (-1: none).
-        began_after: the highest step that was known to be committed when the generation began.
-        incident: the one that the coordinator spoke of last; None if the generation began without one.
-        finished: whether every rank's block has returned, on this node and all others.
-        outcome: how the job ended; None until it has.
+    ``began_after`` is the highest step that was known to be committed when the generation began.
     """
 
     def __init__(self, events: EventLog) -> None:
@@ -111,13 +106,8 @@ class LocalRank:
     """One rank, over all its processes.
 
     Attributes:
-        log: what its processes print; whoever made it closes it.
-        pid: process ID of the living process; None until it is known.
-        connection: to the living process; None once either side has closed it. Nothing that is done with it blocks.
         forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
         started_at_s: when the living process was started, on the monotonic clock.
-        ended: how the last process ended, once it has.
-        is_cut_off: whether the process is killed because it does not end.
         is_shown: whether all that it prints is on the terminal of the job, which has no other node.
         kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
     """
@@ -161,12 +151,7 @@ class LocalRank:
             return False
 
     def receive(self) -> list[RankMessage] | None:
-        """Return the messages that are complete after one read; None if there was nothing to read.
-
-        Raises:
-            EOFError: the rank has hung up.
-            ProtocolError: the rank does not keep to the protocol.
-        """
+        """Return what is complete after one read (None: there was nothing to read); ``EOFError`` at a hang-up."""
         try:
             data = b"" if self.connection is None else self.connection.recv(64 * 1024)
         except BlockingIOError:
@@ -206,10 +191,7 @@ _END_S = 0.5  # for a killed check to end; one that the kernel holds does not
 
 
 class _Run:
-    """A run of the check, in a process group of its own, that holds a process of a rank.
-
-    ``why`` is set once it has failed, and is to be reported at ``report_at_s`` of the agent's clock.
-    """
+    """A run of the check, in a process group of its own; ``why`` it failed is to be reported at ``report_at_s``."""
 
     def __init__(self, config: LaunchConfig, spawn: Spawn, env: Mapping[str, str], now_s: float) -> None:
         self.spawn, self.why, self.report_at_s, self.not_run = spawn, "", 0.0, ""
@@ -246,10 +228,7 @@ class _Run:
 
 
 class _DeviceChecks:
-    """Holds the starts of processes while checks run, and reports devices that must not be used.
-
-    The first process of the job for a rank is not held: there is no reason yet to doubt its device.
-    """
+    """Holds all but the first start of a rank's process while a check runs, and reports devices that failed."""
 
     def __init__(
         self,
@@ -285,7 +264,6 @@ class _DeviceChecks:
         return [held.spawn for held in list(self._held.values()) if self._has_passed(held, self._clock())]
 
     def drop(self, rank: int) -> bool:
-        """Start no process for the rank; return whether one was held."""
         held = self._held.pop(rank, None)
         if held is not None and not held.why:
             held.kill()
@@ -329,13 +307,8 @@ LEAVE_S = 5.0  # a process that was killed ends in a moment, or gives much memor
 class ProcessKeeper:
     """Keeps the processes of a node's ranks.
 
-    Args:
-        fork_servers: gives the fork server, and then the one to use if what that has imported must not be forked.
-        on_lost: called with the reason when no process can be started any more.
-
-    Attributes:
-        is_discarding: whether all processes are being ended before the node joins again.
-        failures: how many processes exited with a nonzero code since the generation began.
+    ``fork_servers`` gives the fork server, and then the one to use if what that has imported must not be forked;
+    ``failures`` counts the processes that exited with a nonzero code since the generation began.
     """
 
     def __init__(
@@ -527,10 +500,7 @@ class ProcessKeeper:
                 rank.state = RankState.GONE
 
     def discard(self, grace_s: float = 0.0) -> None:
-        """End all processes, report nothing of their ends, and join the job again without them.
-
-        Those that wait at the barrier have ``grace_s`` seconds; the others are killed at once.
-        """
+        """End all processes, those at the barrier after ``grace_s`` seconds, without a report, and join again."""
         self.is_discarding = True
         self._next.clear()
         for rank in self.alive():
@@ -585,7 +555,6 @@ class ProcessKeeper:
     def _ended(
         self, rank: LocalRank, code: int, lines: list[str] | None = None, *, was_started: bool = True
     ) -> None:
-        """Report that a rank has no process any more."""
         rank.state = RankState.GONE
         self._killed_at_s.pop(rank.number, None)
         if self.is_discarding:

@@ -67,10 +67,7 @@ def _name_process(name: str) -> None:
 
 
 def run_script(script: Script) -> NoReturn:
-    """Run ``script`` as ``__main__``, then exit the process with the code that ``python`` would give.
-
-    The process is named after its rank, and writes its stacks when the agent asks for them.
-    """
+    """Run ``script`` as ``__main__``, then exit the process with the code that ``python`` would give."""
     apply_log_level()
     faulthandler.register(STACKS_SIGNAL, file=2)
     board = Board.from_environment()
@@ -139,10 +136,7 @@ def _code_of(error: BaseException) -> int:
 
 
 def _report(error: BaseException) -> None:
-    """Print the traceback of what has ended the script, unless another rank of the node prints the same.
-
-    A script that cannot be compiled or imported is not tried again: the agent hears of it.
-    """
+    """Print what has ended the script, once per node; tell the agent of an import that would fail again."""
     without_own_frames(error)
     if is_first_with(error):
         sys.excepthook(type(error), error, error.__traceback__)

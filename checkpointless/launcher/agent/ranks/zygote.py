@@ -1,12 +1,9 @@
 """A process that has imported the frameworks once and forks ranks, and the agent's side of it.
 
-The agent starts it by ``python -m checkpointless.launcher.agent.ranks.zygote``.
-
-It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
-descriptors: the rank's log, its connection to the agent, and its board. Each request is answered at the end by
-:class:`_Answered`, so that the agent notices a process that does nothing any more.
-
-It adopts the orphans of ranks. When the agent ends, however it ends, all that ranks have started is ended, too.
+They talk over a socket that keeps message boundaries. A request to start a rank carries three descriptors: its
+log, its connection to the agent, and its board. Each request is answered by :class:`_Answered`, so that the agent
+notices a process that does nothing any more. The zygote adopts the orphans of ranks: when the agent ends, however
+it ends, all that ranks have started is ended, too.
 """
 
 from __future__ import annotations
@@ -56,14 +53,7 @@ _NO_PROCESS = "the kernel gives this rank no process (%s): raise the limits on p
 
 
 class _Setup(msgspec.Struct, frozen=True):
-    """What a zygote is started with.
-
-    Attributes:
-        descriptor: its end of the connection to the agent.
-        preload: dotted names that it imports.
-        cpu: whether it installs the CPU platform after the imports.
-        folder: in which the ranks keep their sockets (:mod:`checkpointless.system.temp_folder`).
-    """
+    """What a zygote is started with; ``descriptor`` is its end of the connection, and ``folder`` is for sockets."""
 
     descriptor: int
     agent: int
@@ -74,11 +64,7 @@ class _Setup(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Start one process.
-
-    Attributes:
-        env: environment variables of the process, on top of the agent's environment.
-    """
+    """Start one process, with ``env`` on top of the agent's environment."""
 
     rank: int
     incarnation: int
@@ -107,11 +93,7 @@ class _Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The zygote has imported what it was asked for.
-
-    Attributes:
-        can_fork: whether ranks may be forked from it (no CUDA context exists).
-    """
+    """The zygote has imported what it was asked for, and ranks may be forked from it if no CUDA context exists."""
 
     can_fork: bool
     failed: tuple[str, ...]
@@ -146,10 +128,7 @@ _EVENTS = msgspec.json.Decoder(_Event)
 
 
 class _Zygote:
-    """Forks ranks on request, and reports at once how each of them ended.
-
-    When the connection to the agent closes, the zygote and every rank end.
-    """
+    """Forks ranks on request, reports at once how each ended, and ends with them when the connection closes."""
 
     def __init__(self, connection: socket.socket, script: Script, folder: Path | None) -> None:
         self._connection = connection
@@ -214,7 +193,6 @@ class _Zygote:
         self.say(Started(start.rank, start.incarnation, pid))
 
     def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> NoReturn:
-        """Run the script in the forked child."""
         try:
             os.setsid()  # the terminal's Ctrl-C is for the agent, and the rank's own children die with its group
             die_with_parent(zygote_pid)
@@ -355,11 +333,8 @@ class ForkServerLostError(RuntimeError):
 class ForkServer:
     """Starts, signals and reaps the processes of ranks, which a zygote forks.
 
-    Args:
-        log: descriptor that the zygote's own output goes to; it is only lent.
-        fork_here: whether to fork the zygote from this process, which has imported everything, instead of starting
-            an interpreter; this process must have one thread and no CUDA context.
-        close: descriptors that a zygote which is forked from this process closes.
+    With ``fork_here`` the zygote is forked from this process, which must have one thread and no CUDA context, and
+    closes the descriptors ``close``; else it is an interpreter.
     """
 
     def __init__(
@@ -418,11 +393,7 @@ class ForkServer:
             self._request(_Ping(), [])
 
     def news(self) -> list[News]:
-        """Return what happened since the last call, without blocking.
-
-        Raises:
-            ForkServerLostError: no process can be started any more.
-        """
+        """Return what happened since the last call, without blocking."""
         found: list[News] = []
         while True:
             try:
@@ -535,10 +506,7 @@ def _forget_handlers() -> None:
 
 
 def zygote_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the zygote's environment, without the rank that a pod may have given to the agent.
-
-    Libraries check whether that rank is 0 when they are imported.
-    """
+    """Return the zygote's environment without a pod's rank, since libraries check at import whether that is 0."""
     return {**{name: value for name, value in os.environ.items() if name != RANK_ENV}, **env}
 
 
