@@ -20,6 +20,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 from checkpointless.recovery.refill import Refill
 from checkpointless.replication.handover import Saves, Snapshot, clear, hand_over, offer, take_over
+from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.tiers import Copies, Tier
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
@@ -191,6 +192,7 @@ class CheckpointManager(RankLocalKeeper):
         self.copies = Copies(tiers)
         self.tiers_are_kept = bool(tiers)
         self._replicates = True  # until it is known
+        self._host_memory = HostMemoryPool()
         self._refill = Refill()
         self.refusal = ""
         self._fallback_lock = ParameterUpdateLock()
@@ -344,7 +346,7 @@ class CheckpointManager(RankLocalKeeper):
         """
         held = self._held
         if self.enable_offload and held is not None and held.journal is None:
-            held.offload()
+            held.offload(self._host_memory)
 
     def delete_checkpoint(self) -> None:
         """Drop the held state and the random streams, and free their memory, since the state came from storage."""

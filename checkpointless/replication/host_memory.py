@@ -76,13 +76,9 @@ class _Piece:
     """Host memory, page-locked if there is a GPU: torch's would round up to powers of two, and keep it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._process, self._is_locked = os.getpid(), False
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._is_locked = _lock_pages(self.memory)
-
-    def __del__(self) -> None:
-        if self._is_locked and os.getpid() == self._process:  # a forked process has no CUDA
-            _unlock_pages(self.memory)
+        if _lock_pages(self.memory):
+            weakref.finalize(self, _unlock_pages, self.memory, os.getpid()).atexit = False
 
 
 def _copy_into(content: Content, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None) -> None:
@@ -129,8 +125,10 @@ def _lock_pages(buffer: torch.Tensor) -> bool:
     return False
 
 
-def _unlock_pages(buffer: torch.Tensor) -> None:
+def _unlock_pages(buffer: torch.Tensor, process: int) -> None:
     """Unlock what :func:`_lock_pages` locked. A failure is only logged: the device may be gone."""
+    if os.getpid() != process:  # a forked process has no CUDA
+        return
     cudart: Any = torch.cuda.cudart()
     error = cudart.cudaHostUnregister(buffer.data_ptr())
     if int(error) != 0:

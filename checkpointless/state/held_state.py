@@ -19,7 +19,6 @@ from checkpointless.state.serialization.tensor_memory import is_on_host, local_p
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
-_host_memory = HostMemoryPool()
 _WRITTEN = (
     "{} was written to since the fault: what the block trains must be built in it, "
     "and nothing may be written to it before the recovery"
@@ -205,10 +204,10 @@ class HeldState:
             return self.journal.snapshots(redone)
         return self.moments
 
-    def offload(self) -> None:
+    def offload(self, pool: HostMemoryPool) -> None:
         """Move tensors on a device to the host, but numbers: where they lie tells an optimizer its kernel."""
         moved = {key: tensor for key, tensor in self.tensors.items() if tensor.dim() and not is_on_host(tensor)}
-        copied = _host_memory.copy(Content(b"", tuple(moved.values())), recorded())
+        copied = pool.copy(Content(b"", tuple(moved.values())), recorded())
         self.tensors.update(zip(moved, copied.tensors))
         used = {tensor.untyped_storage().data_ptr() for tensor in self.tensors.values()}
         made = [*self.memory, copied]

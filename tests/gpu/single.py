@@ -17,6 +17,7 @@ from checkpointless.inprocess.finalize import collect_garbage
 from checkpointless.inprocess.health_check import bounded, wait_for_device
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.refill import Refill
+from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.rng import RngStates
@@ -235,14 +236,15 @@ def offload(width: int, layers: int) -> dict[str, Any]:
     """Return how long it takes to move a held state to pinned memory again, and whether it is whole there."""
     _, state = stepped(width, layers)
     began_s = time.monotonic()
-    HeldState(CommitState(1, ready=False, torn=False), state.tensors(), {}).offload()
+    pool = HostMemoryPool()
+    HeldState(CommitState(1, ready=False, torn=False), state.tensors(), {}).offload(pool)
     first_s = time.monotonic() - began_s
     held = HeldState(CommitState(2, ready=False, torn=False), state.tensors(), {})
     expected = [tensor.cpu() for tensor in held.tensors.values()]
     nbytes = sum(tensor.nbytes for tensor in held.tensors.values() if tensor.is_cuda)
     torch.cuda.synchronize()
     began_s = time.monotonic()
-    held.offload()
+    held.offload(pool)
     seconds = time.monotonic() - began_s
     found = list(held.tensors.values())
     return {

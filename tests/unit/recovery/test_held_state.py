@@ -10,6 +10,7 @@ import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import PEFTCheckpointManager
+from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.state import held_state
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import SnapshotPoint
@@ -168,9 +169,9 @@ def key(name: str) -> Key:
     return ("optimizer", 0, 0, 0, name)
 
 
-def offloaded(tensors: dict[Key, torch.Tensor]) -> HeldState:
+def offloaded(tensors: dict[Key, torch.Tensor], pool: HostMemoryPool) -> HeldState:
     held = HeldState(CommitState(3, ready=False, torn=False), dict(tensors), {})
-    held.offload()
+    held.offload(pool)
     return held
 
 
@@ -182,13 +183,14 @@ def test_what_lies_on_a_device_is_moved_and_not_overwritten(monkeypatch: pytest.
         key("number"): torch.tensor(3.0),
         key("here"): torch.arange(4),
     }
-    held = offloaded(tensors)
+    pool = HostMemoryPool()
+    held = offloaded(tensors, pool)
     assert list(held.tensors) == list(tensors)
     assert all(torch.equal(held.tensors[each], tensors[each]) for each in tensors)
     assert {each for each in tensors if held.tensors[each] is tensors[each]} == {key("number"), key("here")}
     held.tensors = {each: tensor.view(torch.int32) for each, tensor in held.tensors.items() if tensor.dim()}
     held.tensors[key("filled")] = torch.full((5,), 7.0)  # before a further fault
     before = {each: tensor.clone() for each, tensor in held.tensors.items()}
-    held.offload()
-    offloaded({key("matrix"): torch.zeros(7, 5)})
+    held.offload(pool)
+    offloaded({key("matrix"): torch.zeros(7, 5)}, pool)
     assert all(torch.equal(held.tensors[each], tensor) for each, tensor in before.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,7 +105,7 @@ def test_pages_are_locked_as_long_as_a_content_or_the_pool_needs_them(monkeypatc
         return True
 
     monkeypatch.setattr(host_memory, "_lock_pages", lock)
-    monkeypatch.setattr(host_memory, "_unlock_pages", lambda memory: locked.remove(memory.data_ptr()))
+    monkeypatch.setattr(host_memory, "_unlock_pages", lambda memory, _: locked.remove(memory.data_ptr()))
     pool = HostMemoryPool()
     kept, spare = (pool.content(b"x", [torch.zeros(8)]) for _ in range(2))
     assert len(locked) == 2
@@ -111,3 +113,15 @@ def test_pages_are_locked_as_long_as_a_content_or_the_pool_needs_them(monkeypatc
     assert locked == {kept.tensors[0].data_ptr()}
     del kept
     assert not locked
+
+
+def test_a_process_ends_without_a_word_about_pages_that_are_locked() -> None:
+    code = (
+        "import torch\n"
+        "from checkpointless.replication import host_memory\n"
+        "host_memory._lock_pages = lambda memory: True\n"
+        "pool = host_memory.HostMemoryPool()\n"
+        "held = pool.content(b'', [torch.zeros(8)])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert ended.stderr == ""
