@@ -14,7 +14,7 @@ BUDGETS = {
     "modules of the product": 210,
     "public names of the product": 615,
     "private names of other packages": 104,
-    "lines of the tests": 49_417,
+    "lines of the tests": 49_421,
     "bytes of docs/": 202_289,
     "bytes of docs/architecture.md": 34_860,
     "bytes of docs/guarantees.md": 13_402,

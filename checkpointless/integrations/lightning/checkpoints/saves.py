@@ -615,8 +615,8 @@ class Saves:
         self._made = [each for each in belong if each.path not in lost]
         for path in lost:
             logger.warning("%s, which was written in the background, could not be finished, and is lost", path)
-        if is_first:
-            _remove(lost)
+        if is_first:  # one that is not marked is whole: all ranks had written it
+            _remove(path for path in lost if ModelCheckpoint.is_checkpoint_unfinished(path))
         self.pending = ()  # not earlier: a fault may come while the ranks agree
         _reset_reports()
         keep_names(strategy.trainer.callbacks, self._again)

@@ -246,13 +246,17 @@ def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch:
 
 
 @pytest.mark.usefixtures("alike")
-def test_a_save_that_is_lost_takes_no_other_along(tmp_path: Path) -> None:
-    def marked(name: str) -> str:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_save_that_is_lost_takes_no_other_along_and_stays_if_it_is_whole(tmp_path: Path, is_whole: bool) -> None:
+    """NeMo removes the mark when all ranks have written, and then links the last checkpoint, and waits for all."""
+
+    def made(name: str, is_marked: bool) -> str:
         (tmp_path / name).mkdir()
-        ModelCheckpoint.format_checkpoint_unfinished_marker_path(tmp_path / name).touch()
+        if is_marked:
+            ModelCheckpoint.format_checkpoint_unfinished_marker_path(tmp_path / name).touch()
         return str(tmp_path / name)
 
-    lost, pending = marked("lost"), marked("pending")
+    lost, pending = made("lost", not is_whole), made("pending", True)
     job = Job()
     callback = ModelCheckpoint(dirpath=str(tmp_path), monitor="val_loss", save_top_k=2)
     job.strategy.trainer.callbacks = callbacks = [callback]
@@ -264,7 +268,7 @@ def test_a_save_that_is_lost_takes_no_other_along(tmp_path: Path) -> None:
     job.saves.agree((10, SnapshotPoint.TURNED), job.strategy)
     callback.best_k_models = {lost: torch.tensor(1.0), pending: torch.tensor(2.0)}
     job.saves.forget_lost(callbacks)
-    assert not Path(lost).exists()
+    assert Path(lost).exists() == is_whole
     assert Path(pending).exists()
     assert list(callback.best_k_models) == [pending]
     assert len(job.queue.async_calls) == 1
