@@ -22,18 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
 _TICK_S = 0.05  # the real agent looks every --monitor-interval
 
 
 class HyperPodIPCException(RuntimeError):
-    """Stands in for the package's exception."""
+    pass
 
 
 class RestartMode(str, Enum):
-    """Stands in for the package's enumeration."""
-
     IN_PROCESS_RESTART = "in_process_restart"
     PROCESS_LEVEL_RESTART = "process_level_restart"
 
@@ -45,9 +44,8 @@ class InProcessRestartSocketClient:
         path = os.environ.get(SOCKET_ENV)
         if not path:
             raise ValueError(f"{SOCKET_ENV} not set")
-        self._queues: dict[str, queue.Queue[Any]] = {
-            kind: queue.Queue() for kind in ("job_start", "job_fault", "job_rank_info")
-        }
+        kinds = ("job_start", "job_fault", "job_rank_info")
+        self._queues: dict[str, queue.Queue[tuple[str, Any]]] = {kind: queue.Queue() for kind in kinds}
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(path)
         threading.Thread(target=self._read, daemon=True).start()
@@ -99,10 +97,9 @@ class InProcessRestartSocketClient:
 
     def _get(self, kind: str, timeout: float | None) -> tuple[str, Any]:
         try:
-            found: tuple[str, Any] = self._queues[kind].get(timeout=timeout)
+            return self._queues[kind].get(timeout=timeout)
         except queue.Empty:
             raise HyperPodIPCException(f"Timed out reading data from server after {timeout} seconds") from None
-        return found
 
 
 def modules(**names: Any) -> dict[str, types.ModuleType]:
@@ -130,16 +127,11 @@ def install() -> None:
 class Agent:
     """Stands in for the vendor's agent and its operator, for one node, in threads of the test's process.
 
-    Args:
-        path: of its socket.
-        world_size: number of ranks.
-
     Attributes:
         heard: every message of a rank so far.
         restart_count: of the next start.
         envs: more for, or other than, what a start tells each rank.
-        automatic: starts the job when all ranks are at the barrier, and tells all of every fault; False: the test
-            does it.
+        automatic: whether it starts the job when all ranks are at the barrier, and tells all of every fault.
     """
 
     def __init__(self, path: Path, world_size: int, automatic: bool = True) -> None:
@@ -169,43 +161,35 @@ class Agent:
         return started | {"LOCAL_RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "False", SOCKET_ENV: self.path}
 
     def start(self) -> None:
-        """Let all ranks pass the barrier."""
         with self._mutex:
             self._running = True
             self._at_barrier.clear()
             self._tell("job_start")
 
-    def fault(self, restart_count: int | None = None) -> None:
+    def fault(self) -> None:
         """Tell all ranks of a fault; the next start has the next number."""
         with self._mutex:
             self._running = False
-            count = self.restart_count if restart_count is None else restart_count
             self.restart_count += 1
             for rank in list(self._connections):
-                self.say(rank, "job_fault", restart_count=count)
+                self.say(rank, "job_fault", restart_count=self.restart_count - 1)
 
     def tell_ranks(self) -> None:
-        """Tell every rank which it is."""
         with self._mutex:
             self._tell("job_rank_info")
 
     def say(self, rank: int, kind: str, **body: Any) -> None:
-        """Send one message to one rank."""
         try:
             self._connections[rank].sendall(json.dumps({"type": kind, **body}).encode() + b"\n")
         except OSError:
             self._connections.pop(rank, None)
 
     def count(self, kind: str) -> int:
-        """Return how many messages of ``kind`` have come."""
         return sum(message["type"] == kind for message in self.heard)
 
     def wait_for(self, kind: str, count: int = 1, timeout_s: float = 120) -> list[dict[str, Any]]:
         """Return all messages of ``kind``, once there are ``count``."""
-        by_s = time.monotonic() + timeout_s
-        while self.count(kind) < count:
-            assert time.monotonic() < by_s, f"{self.count(kind)} of {count} {kind} came: {self.heard}"
-            time.sleep(0.01)
+        wait_until(lambda: self.count(kind) >= count, timeout_s)
         return [message for message in self.heard if message["type"] == kind]
 
     def close(self) -> None:
@@ -219,10 +203,8 @@ class Agent:
 
     def _tell(self, kind: str) -> None:
         for rank in list(self._connections):
-            count = str(self.restart_count)
-            env = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "SPARE": "False"}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "JOB_RESTART_COUNT": count}
-            env |= {"TORCHELASTIC_RESTART_COUNT": count}
+            env = self.environment(rank) | {"RANK": str(rank), "SPARE": "False"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
             self.say(rank, kind, worker_envs=env | self.envs, aggregate_worker_data={})
 
     def _accept(self) -> None:

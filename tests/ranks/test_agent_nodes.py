@@ -26,14 +26,8 @@ NPROC = 2
 class Nodes:
     """Runs a job of several nodes: node 0 is the first, and the spares are the last.
 
-    Args:
-        run_dir: shared by all.
-        nnodes: how many train.
-        faults: arguments of the script.
-        spares: how many wait.
-        outside: whether the coordinator has a process of its own.
-        script: one of ``agent_scripts``.
-        options: further fields of ``LaunchConfig``.
+    ``faults`` are arguments of the script, ``options`` further fields of ``LaunchConfig``;
+    with ``outside`` the coordinator has a process of its own.
     """
 
     def __init__(
@@ -71,19 +65,11 @@ class Nodes:
         raise AssertionError("the coordinator has ended")
 
     def start(self, node: int, **options: Any) -> Job:
-        """Start an agent."""
-        settings = {
-            **self.options,
-            "nnodes": self.nnodes,
-            "node_rank": node,
-            "rdzv_endpoint": f"127.0.0.1:{self.port}",
-            "token": TOKEN,
-            **options,
-        }
+        where = {"nnodes": self.nnodes, "node_rank": node, "rdzv_endpoint": f"127.0.0.1:{self.port}"}
+        settings = {**self.options, **where, "token": TOKEN, **options}
         return Job(self.run_dir, self.script, *self.faults, nproc=NPROC, **settings)
 
     def open_gate(self) -> None:
-        """Let a rank that waits for it go on."""
         (self.run_dir / "gate").touch()
 
     def end(self) -> list[Ended]:
@@ -233,24 +219,19 @@ def test_with_a_coordinator_of_its_own_any_node_may_be_lost(tmp_path: Path, lost
     assert replaced(nodes) == {2 * lost: 1, 2 * lost + 1: 1}
 
 
-def test_a_coordinator_that_is_stopped_ends_the_job(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True)
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGTERM, ["stopped by SIGTERM"]), (signal.SIGKILL, ["was lost", "was not reached within 2 s"])],
+)
+def test_a_coordinator_that_is_gone_for_good_ends_the_job(tmp_path: Path, number: int, said: list[str]) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True, regroup_timeout_s=2.0)
     assert nodes.coordinator is not None
     wait_until(lambda: nodes.notes("fault", 2))
-    nodes.coordinator.send_signal(signal.SIGTERM)
+    nodes.coordinator.send_signal(number)
     ended = nodes.end()
     assert [each.code for each in ended] == [1, 1]
-    assert all("stopped by SIGTERM" in each.err for each in ended)
+    assert all(words in each.err for each in ended for words in said)
     nodes.coordinator.communicate(timeout=180)
-
-
-def test_a_coordinator_that_is_lost_for_good_ends_the_job_within_the_limit(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True, regroup_timeout_s=2.0)
-    wait_until(lambda: nodes.notes("fault", 2))
-    nodes.kill_coordinator()
-    ended = nodes.end()
-    assert [each.code for each in ended] == [1, 1]
-    assert all("was lost" in each.err and "was not reached within 2 s" in each.err for each in ended)
 
 
 @pytest.mark.parametrize("while_there_is_none", [False, True])

@@ -36,10 +36,6 @@ class Job:
             text=True,
         )
 
-    def wait_for_restart(self) -> None:
-        """Wait until the agent has asked all ranks to restart since one has died."""
-        wait_until(lambda: self.agent.restart_count)
-
     def close(self) -> None:
         for rank in self.ranks:
             if rank.poll() is None:
@@ -73,7 +69,7 @@ def test_an_exception_is_recovered_from_in_place_and_a_killed_rank_by_a_new_proc
     reports = [message for message in job.agent.heard if message["type"] == "job_fault"]
     assert "rank 1 raised ValueError at step 3: the loss is not a number" in [each["message"] for each in reports]
     assert {report["restart_mode"] for report in reports} == {"in_process_restart"}
-    job.wait_for_restart()
+    wait_until(lambda: job.agent.restart_count)  # since a rank has died
     job.ranks[1] = job.spawn(1)
     (survivor, survivor_err), (newcomer, newcomer_err) = (rank.communicate(timeout=180) for rank in job.ranks)
     assert job.ranks[0].returncode == 0, survivor_err
@@ -91,7 +87,7 @@ def test_a_rank_0_that_was_killed_is_met_again(jobs: list[Job], tmp_path: Path) 
     job.agent.wait_for("past_rcb_barrier", 2, timeout_s=180)
     job.ranks[0].kill()
     job.ranks[0].communicate(timeout=180)
-    job.wait_for_restart()
+    wait_until(lambda: job.agent.restart_count)  # since a rank has died
     job.ranks[0] = job.spawn(0)
     for number, rank in enumerate(job.ranks):
         out, err = rank.communicate(timeout=180)

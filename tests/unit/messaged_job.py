@@ -116,28 +116,18 @@ class Job:
         """Give the coordinator a message of the node of ``rank``."""
         self.hear(self.coordinator.ranks[rank].node, message)
 
-    def ready(
-        self, *ranks: int, committed: int = -1, making: int = -1, entered: bool = False, unfit: str = ""
-    ) -> None:
+    def ready(self, *ranks: int, **shown: Any) -> None:
         for rank in ranks:
-            incarnation = self.coordinator.ranks[rank].incarnation
-            self.tell(rank, at_barrier(rank, incarnation, committed, making, entered, unfit))
+            self.tell(rank, at_barrier(rank, self.coordinator.ranks[rank].incarnation, **shown))
 
     def raises(self, rank: int, kind: CauseKind = CauseKind.EXCEPTION, **more: Any) -> None:
         self.tell(rank, trouble(rank, kind, **{"generation": self.coordinator.job.generation, **more}))
 
     def ends(
-        self,
-        rank: int,
-        code: int = -9,
-        *,
-        forgiven: bool = False,
-        incarnation: int | None = None,
-        handed_over: bool = False,
+        self, rank: int, code: int = -9, forgiven: bool = False, incarnation: int | None = None, **more: Any
     ) -> None:
         now = self.coordinator.ranks[rank].incarnation if incarnation is None else incarnation
-        said = f"rank-{rank}.log", ["its last line"]
-        self.tell(rank, RankEnded(rank, now, code, forgiven, 3, 4, *said, handed_over=handed_over))
+        self.tell(rank, RankEnded(rank, now, code, forgiven, 3, 4, f"rank-{rank}.log", ["its last line"], **more))
 
     def returns(self) -> None:
         """Have the block of every rank return."""
@@ -187,21 +177,10 @@ def at_barrier(
 
 def go_env(generation: int, host: int = 0) -> dict[str, str]:
     count = str(generation)
-    return {
-        "MASTER_ADDR": f"10.0.0.{host}",
-        "MASTER_PORT": str(5000 + generation),
-        "TORCHELASTIC_RESTART_COUNT": count,
-        "JOB_RESTART_COUNT": count,
-    }
+    env = {"MASTER_ADDR": f"10.0.0.{host}", "MASTER_PORT": str(5000 + generation)}
+    return {**env, "TORCHELASTIC_RESTART_COUNT": count, "JOB_RESTART_COUNT": count}
 
 
-def trouble(
-    rank: int,
-    kind: CauseKind,
-    *,
-    generation: int = 0,
-    what: str = "raised ValueError",
-    error: str = "ValueError",
-) -> FaultReport:
-    cause = Cause(kind, rank, "exception", what, 4, "no", error, "no", "Traceback\n")
+def trouble(rank: int, kind: CauseKind, *, generation: int = 0, what: str = "raised ValueError") -> FaultReport:
+    cause = Cause(kind, rank, "exception", what, 4, "no", "ValueError", "no", "Traceback\n")
     return FaultReport(generation, cause, rank=rank, committed=3, making=4)

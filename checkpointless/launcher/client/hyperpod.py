@@ -38,7 +38,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -78,21 +77,7 @@ _CONNECT_LIMIT = timedelta(seconds=CONNECT_TIMEOUT_S)
 _FINISH_TIMEOUT_S = 3600.0  # for the others to be done: one may be writing a last checkpoint
 _STORE_LOST_TIMEOUT_S = 60.0  # for the agent to say that rank 0 is gone
 _MOST_CHARACTERS = 1000  # of a message: several threads may send, so it must fit into one write
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The vendor's agent has started the job, or started it again: ``generation`` is its ``JOB_RESTART_COUNT``."""
-
-    generation: int
-    rank: int
-    world_size: int
-    env: dict[str, str]
-
-    @classmethod
-    def of(cls, reply: object) -> _Start:
-        env = _worker_envs(reply, "job_start")
-        return cls(int(env[JOB_RESTART_COUNT_ENV]), int(env[RANK_ENV]), int(env[WORLD_SIZE_ENV]), env)
+_OF_A_START = (JOB_RESTART_COUNT_ENV, RANK_ENV, WORLD_SIZE_ENV)
 
 
 def _worker_envs(reply: object, expected: str) -> dict[str, str]:
@@ -245,12 +230,12 @@ class HyperPodClient(StoreClient):
 
     # --- from one generation into the next, and to the end ------------------------------------------------------
 
-    def _wait_start(self) -> _Start:
-        """Report at the barrier, and wait until the agent starts the job; a spare then waits again."""
+    def _wait_start(self) -> dict[str, str]:
+        """Report at the barrier, and return the environment of the start; a spare waits for it again and again."""
         while True:
             began_s = time.monotonic()
             try:
-                return _Start.of(self._agent.hyperpod_barrier(timeout=self._start_timeout_s))
+                return _worker_envs(self._agent.hyperpod_barrier(timeout=self._start_timeout_s), "job_start")
             except self._error as error:
                 is_spare = os.environ.get("SPARE") == "True"
                 if not is_spare or not self._was_timeout(began_s) or self._stopped.is_set():
@@ -262,32 +247,34 @@ class HyperPodClient(StoreClient):
 
     def _regroup(self) -> None:
         while not self._stopped.is_set():
-            start, left = self._wait_start(), self._starting
-            generation = start.generation
+            env, left = self._wait_start(), self._starting
+            generation, rank, world_size = (
+                int(env[name]) for name in (JOB_RESTART_COUNT_ENV, RANK_ENV, WORLD_SIZE_ENV)
+            )
             if generation <= left:
                 raise RuntimeError(f"a start with JOB_RESTART_COUNT={generation} came after generation {left}")
-            if self._entered is not None and (start.rank, start.world_size) != (self.rank, self._world_size):
+            if self._entered is not None and (rank, world_size) != (self.rank, self._world_size):
                 raise RuntimeError(
-                    f"rank {self.rank} of {self._world_size} would become rank {start.rank} of {start.world_size}, "
+                    f"rank {self.rank} of {self._world_size} would become rank {rank} of {world_size}, "
                     "whose state it does not hold"
                 )
             self._called_off.clear()
             with self._news:
                 self._starting, self._at_barrier = generation, False
             self._agent.hyperpod_past_rcb_barrier()  # this rank has heard of the start
-            self.rank, self._world_size = start.rank, start.world_size
-            self._address, self._env, self._incidents = start.env[MASTER_ADDR_ENV], start.env, generation
-            if self._meet(start):
+            self.rank, self._world_size = rank, world_size
+            self._address, self._env, self._incidents = env[MASTER_ADDR_ENV], env, generation
+            if self._meet(generation, int(env[MASTER_PORT_ENV])):
                 return
             with self._news:
                 self._at_barrier = True
             logger.warning("rank %d goes back to the barrier: a fault came before all had met", self.rank)
 
-    def _meet(self, start: _Start) -> bool:
+    def _meet(self, generation: int, port: int) -> bool:
         """Meet the other ranks; return whether that, and no fault, came first."""
-        by_s, port = time.monotonic() + self._meeting_timeout_s, int(start.env[MASTER_PORT_ENV])
+        by_s = time.monotonic() + self._meeting_timeout_s
         try:
-            if start.rank > 0:
+            if self.rank > 0:
                 store = _join(
                     self._address, port, by_s, lambda: self._called_off.is_set() or self._stopped.is_set()
                 )
@@ -298,18 +285,18 @@ class HyperPodClient(StoreClient):
             else:
                 store = self._host
             if store is not None:
-                self._store = PrefixStore(f"checkpointless/{start.generation}", store)
-                self._arrive(start.generation)
+                self._store = PrefixStore(f"checkpointless/{generation}", store)
+                self._arrive(generation)
                 self._gather_by_s = by_s
                 with self._news:
-                    self._coming = None if self._called_off.is_set() else start.generation
+                    self._coming = None if self._called_off.is_set() else generation
         except RuntimeError:
             if not self._called_off.wait(max(0.0, by_s - time.monotonic())):
                 raise
         with self._news:
-            while self._entered != start.generation and self._lost is None and not self._called_off.is_set():
+            while self._entered != generation and self._lost is None and not self._called_off.is_set():
                 self._news.wait(0.1)
-            return self._entered == start.generation or self._lost is not None
+            return self._entered == generation or self._lost is not None
 
     def _look(self) -> None:
         """Look for the meeting and for the end; faults come from the agent."""

@@ -222,7 +222,6 @@ class _Inquiry:
     """
 
     first: int
-    last: int
     began_at_s: float
     asked_at_s: float
     beats: dict[int, int]
@@ -275,7 +274,7 @@ class HangWatch:
         job = self._job
         if isinstance(message, Answer):
             rank, inquiry = job.rank_of(message.rank, node).number, self._inquiry
-            if inquiry is not None and inquiry.first <= message.id <= inquiry.last and rank in inquiry.beats:
+            if inquiry is not None and inquiry.first <= message.id <= self._questions and rank in inquiry.beats:
                 inquiry.answers[rank] = message
             return
         before = self._silent.get(node.index, {})
@@ -338,7 +337,8 @@ class HangWatch:
         finding, ranks = _judge(asked, len(running), world, nproc, self._ceiling_s, steady)
         if finding is _Finding.ASK_AGAIN:
             if now_s - inquiry.asked_at_s >= _ASK_EVERY_S:
-                inquiry.last, inquiry.asked_at_s = self._ask(mute), now_s
+                inquiry.asked_at_s = now_s
+                self._ask(mute)
             return []
         self._inquiry = None
         shortest_s = min((each.limit_s for each in silent.values()), default=self._ceiling_s)
@@ -351,22 +351,20 @@ class HangWatch:
     def _ceiling_s(self) -> float:
         return self._heartbeat.ceiling_s(self._pause_s)
 
-    def _ask(self, ranks: list[int]) -> int:
-        """Ask ranks where their main threads stand; return the number of the question."""
+    def _ask(self, ranks: list[int]) -> None:
         self._questions += 1
         asked: defaultdict[int, list[int]] = defaultdict(list)
         for number in ranks:
             asked[self._job.ranks[number].node.index].append(number)
         for index, numbers in asked.items():
             self._job.nodes[index].send(Inquire(self._questions, numbers))
-        return self._questions
 
     def _begin_inquiry(self, silent: Mapping[int, _Silence], now_s: float) -> None:
         suspects = _stalled(silent)
         self._mute_since_s = {rank: at_s for rank, at_s in self._mute_since_s.items() if rank in suspects}
         if suspects and now_s >= self._next_inquiry_s:
-            question = self._ask(suspects)
-            self._inquiry = _Inquiry(question, question, now_s, now_s, {r: silent[r].beat for r in suspects})
+            self._ask(suspects)
+            self._inquiry = _Inquiry(self._questions, now_s, now_s, {r: silent[r].beat for r in suspects})
 
     def _judged(
         self, inquiry: _Inquiry, silent: Mapping[int, _Silence], now_s: float, running: Iterable[int]

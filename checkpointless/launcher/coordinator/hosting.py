@@ -166,14 +166,12 @@ class CoordinatorPort:
         channel.send(guest.challenge.welcome(self._token, proof))
 
     def _lost(self, guest: _Guest, reason: str) -> None:
-        if guest in self._guests:
-            self._guests.remove(guest)
+        self._guests.remove(guest)
         if guest.node is not None:
             self.coordinator.membership.lose(guest.node, reason)
 
     def _show_out(self, guest: _Guest) -> None:
-        if guest in self._guests:
-            self._guests.remove(guest)
+        self._guests.remove(guest)
         guest.channel.close()
 
 

@@ -249,17 +249,8 @@ class _IncidentTracker:
         made = newest >= incident.target
         self._resumed = incident
         self.inexact += bool(incident.inexact)
-        self.emit(
-            EventName.RECOVERED,
-            "point",
-            of=incident,
-            seconds=seconds,
-            rung=rung,
-            steps_lost=lost,
-            step=step,
-            made=made,
-            inexact=incident.deviation,
-        )
+        about: dict[str, Any] = {"steps_lost": lost, "step": step, "made": made, "inexact": incident.deviation}
+        self.emit(EventName.RECOVERED, "point", of=incident, seconds=seconds, rung=rung, **about)
         self._say(_recovered_line(incident, seconds, lost, made))
 
     def _judge_overtaken(self, incident: _Incident, high_water: int, oldest: int, following: _Incident) -> None:
@@ -281,15 +272,9 @@ class _IncidentTracker:
         **fields: object,
     ) -> None:
         """Write an event of an incident; by default, of the one that is not over, if there is one."""
-        incident = of or self.open or self.recovering
-        self._events.emit(
-            stage,
-            edge,
-            generation=max(self.generation, 0),
-            incident=incident.id if incident else None,
-            rank=rank,
-            **fields,
-        )
+        incident, generation = of or self.open or self.recovering, max(self.generation, 0)
+        number = incident.id if incident else None
+        self._events.emit(stage, edge, generation=generation, incident=number, rank=rank, **fields)
 
     def _tell(self, incident: _Incident) -> None:
         cause = incident.cause

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from checkpointless.launcher.coordinator.job import Job, Node, Phase
 from checkpointless.launcher.protocol.board import NO_STEP
@@ -153,16 +153,9 @@ class Stragglers:
         for each in found:
             index = job.ranks[each.rank].node.index
             on_nodes[index] = f"rank {each.rank} is slow"
-            job.incidents.emit(
-                EventName.STRAGGLER,
-                "begin",
-                rank=each.rank,
-                on_node=index,
-                step=job.high_water,
-                why="data" if each.is_data else "compute",
-                own_s=each.own_us / 1e6,
-                usual_s=each.usual_us / 1e6,
-            )
+            why, own_s, usual_s = "data" if each.is_data else "compute", each.own_us / 1e6, each.usual_us / 1e6
+            about: dict[str, Any] = {"why": why, "own_s": own_s, "usual_s": usual_s, "step": job.high_water}
+            job.incidents.emit(EventName.STRAGGLER, "begin", rank=each.rank, on_node=index, **about)
             job.say(each.line(index))
         for index, why in on_nodes.items():
             self._leave(index, why)

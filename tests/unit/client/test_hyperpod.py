@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from checkpointless.launcher import client as clients
 from checkpointless.launcher.client import HPAgentK8sAPIFactory, hyperpod, wait_rank
 from checkpointless.launcher.client.agent_client import AgentLostError, StandaloneClient
-from checkpointless.launcher.client.hyperpod import HyperPodClient, _Start, _worker_envs
+from checkpointless.launcher.client.hyperpod import HyperPodClient, _worker_envs
 from checkpointless.launcher.protocol.causes import exception_cause
 from checkpointless.launcher.protocol.messages import (
     Barrier,
@@ -31,8 +31,6 @@ from checkpointless.launcher.protocol.messages import (
 from checkpointless.system.environment import HYPERPOD_SOCKET_ENV
 from tests import hyperpod_stand_in as stand_in
 from tests.waiting import wait_until
-
-MakeAgent = Callable[..., stand_in.Agent]
 
 
 @pytest.fixture
@@ -60,18 +58,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 
 
 @pytest.fixture
-def make_agent(environment: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MakeAgent]:
-    agents: list[stand_in.Agent] = []
-
-    def make(**settings: Any) -> stand_in.Agent:
-        agent = stand_in.Agent(tmp_path / f"agent{len(agents)}", 1, **settings)
-        agents.append(agent)
-        os.environ.update(agent.environment(0))
-        return agent
-
-    yield make
-    for agent in agents:
-        agent.close()
+def agent(environment: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[stand_in.Agent]:
+    agent = stand_in.Agent(tmp_path / "agent", 1, automatic=False)
+    os.environ.update(agent.environment(0))
+    yield agent
+    agent.close()
 
 
 def start(agent: stand_in.Agent, count: int = 1) -> None:
@@ -80,12 +71,12 @@ def start(agent: stand_in.Agent, count: int = 1) -> None:
     agent.start()
 
 
-def enter(client: HyperPodClient, agent: stand_in.Agent, others: int = 0) -> TCPStore | None:
-    """Bring ``client`` into the generation that ``agent`` starts next; return the store, if there are others."""
-    generation, store = agent.restart_count, None
+def in_block(agent: stand_in.Agent, others: int = 0) -> tuple[HyperPodClient, TCPStore | None]:
+    """Bring a client into the generation that ``agent`` starts next; return the store, too, if there are others."""
+    client, generation, store = HyperPodClient(), agent.restart_count, None
     if others:
         agent.envs = {"WORLD_SIZE": str(1 + others)}
-    client.send(Hello(int(os.environ["JOB_RESTART_COUNT"])))
+    client.send(Hello(generation))
     start(agent)
     if others:
         agent.wait_for("past_rcb_barrier")
@@ -93,12 +84,7 @@ def enter(client: HyperPodClient, agent: stand_in.Agent, others: int = 0) -> TCP
         store.append(f"checkpointless/{generation}/committed/{generation}", "7 ")  # type: ignore[attr-defined]
         store.add(f"checkpointless/{generation}/arrived/{generation}", others)
     assert client.wait_go(generation - 1, 60).generation == generation
-    return store
-
-
-def in_block(make_agent: MakeAgent, others: int = 0) -> tuple[stand_in.Agent, HyperPodClient, TCPStore | None]:
-    agent, client = make_agent(automatic=False), HyperPodClient()
-    return agent, client, enter(client, agent, others)
+    return client, store
 
 
 # --- the package, and who uses it -------------------------------------------------------------------------------
@@ -117,10 +103,9 @@ def test_hyperpods_package_that_is_missing_or_lacks_a_name_is_said_in_one_line(
 
 
 def test_the_factory_takes_hyperpods_client_under_its_agent_only(
-    make_agent: MakeAgent, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    agent: stand_in.Agent, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert HYPERPOD_SOCKET_ENV == stand_in.SOCKET_ENV
-    agent = make_agent()
     os.environ["RANK"] = "0"
     with caplog.at_level(logging.WARNING):
         client = HPAgentK8sAPIFactory()()
@@ -160,14 +145,14 @@ ENV = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "
 def test_a_start_that_makes_no_sense_is_refused(reply: object) -> None:
     assert _worker_envs(("job_start", {"worker_envs": ENV}), "job_start") == ENV
     with pytest.raises(ValueError):
-        _Start.of(reply)
+        _worker_envs(reply, "job_start")
 
 
 # --- its rank ---------------------------------------------------------------------------------------------------
 
 
-def test_wait_rank_asks_the_agent_once_and_updates_the_environment(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_wait_rank_asks_the_agent_once_and_updates_the_environment(agent: stand_in.Agent) -> None:
+    agent.automatic = True
     assert int(os.environ["RANK"]) < 0
     wait_rank()
     assert os.environ["RANK"] == "0"
@@ -177,10 +162,7 @@ def test_wait_rank_asks_the_agent_once_and_updates_the_environment(make_agent: M
     wait_rank()
 
 
-def test_wait_rank_waits_until_it_is_told_also_as_a_spare_without_a_rank(
-    make_agent: MakeAgent, caplog: pytest.LogCaptureFixture
-) -> None:
-    agent = make_agent(automatic=False)
+def test_a_spare_waits_for_its_rank(agent: stand_in.Agent, caplog: pytest.LogCaptureFixture) -> None:
     agent.envs = {"RANK": "-1", "SPARE": "True"}
     client = HyperPodClient(start_timeout_s=0.1)
     threading.Timer(0.5, agent.tell_ranks).start()
@@ -192,57 +174,32 @@ def test_wait_rank_waits_until_it_is_told_also_as_a_spare_without_a_rank(
 # --- a generation, and the next ---------------------------------------------------------------------------------
 
 
-def test_go_comes_with_a_store_for_process_groups(make_agent: MakeAgent, caplog: pytest.LogCaptureFixture) -> None:
-    agent = make_agent(automatic=False)
+def test_a_rank_waits_at_the_barrier_for_a_go_with_a_store(
+    agent: stand_in.Agent, caplog: pytest.LogCaptureFixture
+) -> None:
     client = HyperPodClient()
     client.send(Hello(0))
     agent.wait_for("at_rcb_barrier")
     with pytest.raises(TimeoutError):
         client.wait_go(-1, 0.2)
     with caplog.at_level(logging.INFO):
-        agent.say(0, "job_fault", restart_count=0)  # at the barrier there is nothing to leave
+        agent.say(0, "job_fault", restart_count=0)  # there is nothing to leave
         wait_until(lambda: "ignores the fault notice 0" in caplog.text)
     agent.start()
     go = client.wait_go(-1, 60)
     assert isinstance(go, Go)
-    assert (go.generation, go.incident, go.high_water) == (0, None, -1)
-    assert (go.env["RANK"], go.env["JOB_RESTART_COUNT"]) == ("0", "0")
-    assert go.env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert (go.incident, go.high_water, go.env["RANK"], go.env["JOB_RESTART_COUNT"]) == (None, -1, "0", "0")
     assert int(go.env["MASTER_PORT"]) != agent.port
     TCPStore(go.env["MASTER_ADDR"], int(go.env["MASTER_PORT"]), is_master=False).set("there", "1")
     assert (agent.count("at_rcb_barrier"), agent.count("past_rcb_barrier")) == (1, 1)
     assert (client.rank, client.pending_fault(0)) == (0, None)
 
 
-def test_a_fault_is_reported_with_its_cause_and_heard_at_once(make_agent: MakeAgent) -> None:
-    agent, client, _ = in_block(make_agent)
-    called: list[FaultNotice] = []
-    client.on_fault = called.append
-    client.send(
-        FaultReport(0, exception_cause(client.rank, "ValueError", "no\n" + "x" * 9999, "", 3, victim=False))
-    )
-    notice = FaultNotice(0, "1", "rank 0 raised ValueError at step 3: no", 0)
-    assert called == [notice]
-    (said,) = agent.wait_for("job_fault")
-    assert (said["rank"], said["restart_mode"], said["reason"]) == (0, "in_process_restart", "ValueError")
-    assert said["message"] == notice.cause
-    agent.fault()
-    client.send(Barrier(0))
-    start(agent, 2)
-    go = client.wait_go(0, 60)
-    assert isinstance(go, Go)
-    assert (go.generation, go.incident, go.high_water) == (1, "1", 2)
-    assert called == [notice]
-
-
-def test_a_notice_ends_its_generation_once_and_no_later_one(make_agent: MakeAgent) -> None:
-    agent = make_agent(automatic=False)
+def test_a_notice_ends_its_generation_once_and_no_later_one(agent: stand_in.Agent) -> None:
     agent.restart_count = 3
-    os.environ.update(agent.environment(0))
-    client = HyperPodClient()
+    client, _ = in_block(agent)
     called: list[FaultNotice] = []
     client.on_fault = called.append
-    enter(client, agent)
     agent.say(0, "job_fault", restart_count=2)
     time.sleep(0.2)
     assert client.pending_fault(3) is None
@@ -256,9 +213,8 @@ def test_a_notice_ends_its_generation_once_and_no_later_one(make_agent: MakeAgen
 
 
 @pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeAgent, rank: str) -> None:
+def test_a_fault_before_all_have_met_leads_back_to_the_barrier(agent: stand_in.Agent, rank: str) -> None:
     """Rank 1 is back well before it would give up the store of rank 0, which died."""
-    agent = make_agent(automatic=False)
     agent.envs = {"RANK": rank, "WORLD_SIZE": "2"}
     client = HyperPodClient()
     client.send(Hello(0))
@@ -271,8 +227,7 @@ def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeA
     assert client.pending_fault(1) is None
 
 
-def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
-    agent = make_agent(automatic=False)
+def test_a_rank_that_does_not_come_has_a_limit(agent: stand_in.Agent) -> None:
     agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient(meeting_timeout_s=0.3)
     client.send(Hello(0))
@@ -291,9 +246,9 @@ def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
     ],
 )
 def test_a_start_that_would_mix_states_ends_the_process(
-    make_agent: MakeAgent, envs: dict[str, str], said: str
+    agent: stand_in.Agent, envs: dict[str, str], said: str
 ) -> None:
-    agent, client, _ = in_block(make_agent)
+    client, _ = in_block(agent)
     agent.fault()
     wait_until(lambda: client.pending_fault(0))
     client.send(Barrier(0))
@@ -303,22 +258,35 @@ def test_a_start_that_would_mix_states_ends_the_process(
         client.wait_go(0, 60)
 
 
-def test_the_same_bug_for_ever_asks_for_new_processes(make_agent: MakeAgent) -> None:
-    agent = make_agent()
+def test_faults_are_reported_and_heard_at_once_and_the_same_bug_for_ever_asks_for_new_processes(
+    agent: stand_in.Agent,
+) -> None:
     client = HyperPodClient()
+    called: list[FaultNotice] = []
+    client.on_fault = called.append
     client.send(Hello(0))
+    cause = exception_cause(0, "ValueError", "no\n" + "x" * 9999, "T", 4, victim=False)
     for generation in range(3):
-        assert client.wait_go(generation - 1, 60).generation == generation
-        client.send(FaultReport(generation, exception_cause(client.rank, "ValueError", "no", "T", 4, victim=False)))
+        start(agent, generation + 1)
+        go = client.wait_go(generation - 1, 60)
+        assert isinstance(go, Go)
+        incident = str(generation) if generation else None
+        assert (go.generation, go.incident, go.high_water) == (generation, incident, 3 if generation else -1)
+        client.send(FaultReport(generation, cause))
+        what = "rank 0 raised ValueError at step 4: no"
+        assert called[generation:] == [FaultNotice(generation, str(generation + 1), what, 0)]
+        agent.fault()
         client.send(Barrier(generation))
     with pytest.raises(AgentLostError, match="3 times in a row"):
         client.wait_go(2, 60)
-    modes = [message["restart_mode"] for message in agent.wait_for("job_fault", 3)]
+    reports = agent.wait_for("job_fault", 3)
+    assert {(said["rank"], said["reason"], said["message"]) for said in reports} == {(0, "ValueError", what)}
+    modes = [said["restart_mode"] for said in reports]
     assert modes == ["in_process_restart", "in_process_restart", "process_level_restart"]
 
 
-def test_what_a_rank_cannot_do_alone(make_agent: MakeAgent) -> None:
-    agent, client, _ = in_block(make_agent)
+def test_what_a_rank_cannot_do_alone(agent: stand_in.Agent) -> None:
+    client, _ = in_block(agent)
     client.send(Replace(0, "the CUDA context is broken"))
     client.send(GiveUp(0, "y" * 5000))
     replace, give_up = agent.wait_for("job_fault", 2)
@@ -331,9 +299,9 @@ def test_what_a_rank_cannot_do_alone(make_agent: MakeAgent) -> None:
 # --- the end ----------------------------------------------------------------------------------------------------
 
 
-def test_done_waits_for_the_others(make_agent: MakeAgent) -> None:
+def test_done_waits_for_the_others(agent: stand_in.Agent) -> None:
     """The other rank is played by this test, in the store that the two meet in; it knows of a later step."""
-    _, client, other = in_block(make_agent, others=1)
+    client, other = in_block(agent, others=1)
     assert other is not None
     assert client._go is not None
     assert client._go.high_water == 7
@@ -345,8 +313,8 @@ def test_done_waits_for_the_others(make_agent: MakeAgent) -> None:
     assert client.wait_finish_or_fault(0, 60) == Finish()
 
 
-def test_a_fault_while_done_is_heard_instead_of_the_finish(make_agent: MakeAgent) -> None:
-    agent, client, _ = in_block(make_agent, others=1)
+def test_a_fault_while_done_is_heard_instead_of_the_finish(agent: stand_in.Agent) -> None:
+    client, _ = in_block(agent, others=1)
     client.send(Done(0))
     agent.fault()
     assert isinstance(client.wait_finish_or_fault(0, 60), FaultNotice)

@@ -16,7 +16,6 @@ from checkpointless.launcher.protocol.messages import (
     Answer,
     Done,
     End,
-    Finish,
     GiveUp,
     Go,
     Joined,
@@ -29,7 +28,7 @@ from checkpointless.launcher.protocol.messages import (
 )
 from checkpointless.observability.telemetry.events import read_events
 from tests.drawn import examples
-from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, at_barrier, go_env
+from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, at_barrier
 
 
 def test_processes_are_asked_for_when_every_node_has_joined() -> None:
@@ -44,16 +43,6 @@ def test_processes_are_asked_for_when_every_node_has_joined() -> None:
     assert {(spawn.incarnation, spawn.generation, spawn.incident) for _, spawn in spawned} == {(0, 0, "")}
     assert spawned[3][1].env["RANK"] == "3"
     assert spawned[3][1].env["GROUP_RANK"] == "1"
-
-
-def test_a_generation_begins_when_every_rank_is_ready_and_not_before() -> None:
-    job = Job().join_all()
-    job.ready(3, 0, 2)
-    assert job.take(Go) == []
-    job.ready(1)
-    begin = Go(0, None, go_env(0), -1, 1)
-    assert job.take(Go) == [(0, begin), (1, begin)]
-    assert job.coordinator.job.generation == 0
 
 
 def test_a_node_that_does_not_fit_is_refused() -> None:
@@ -89,18 +78,6 @@ def test_ranks_that_never_enter_are_replaced_once_and_then_end_the_job() -> None
 
 
 # ---- the end
-
-
-def test_all_done_and_gone_is_a_good_end(job: Job) -> None:
-    for rank in job.ranks:
-        assert job.take(Finish) == []
-        job.tell(rank, Done(0, rank=rank))
-    assert [node for node, _ in job.take(Finish)] == [0, 1]
-    for rank in job.ranks:
-        assert job.outcome is None
-        job.ends(rank, 0)
-    assert job.outcome == End(0, [])
-    assert job.take(End) == [(0, End(0, [])), (1, End(0, []))]
 
 
 @pytest.mark.parametrize("ready_first", [True, False])

@@ -16,6 +16,7 @@ from checkpointless.launcher.protocol.messages import (
     Leaving,
     MoveNews,
     MoveWanted,
+    NodeMessage,
     Offer,
     Offered,
     Pause,
@@ -141,32 +142,20 @@ def test_an_ordinary_fault_comes_first_and_the_move_follows_in_the_next_generati
     assert len(job.take(FaultNotice)) == 2
 
 
+@pytest.mark.parametrize(("lost", "why"), [(1, "it was lost"), (0, "node 0 was lost, which needs the spare")])
 @pytest.mark.parametrize("stages", range(4))
-def test_a_node_that_is_lost_is_a_lost_node(stages: int) -> None:
+def test_a_node_that_is_lost_gets_the_spare_without_other_successors(stages: int, lost: int, why: str) -> None:
     moving = Moving().ask()
     for go_on in (moving.warm, moving.pause, moving.gather)[:stages]:
         go_on()
-    (spare,) = moving.spares
-    moving.job.hear(moving.left, Leaving("its power is off"))
-    assert moving.outcome == "node 1 was not moved: it was lost"
+    (spare,), nodes = moving.spares, moving.job.coordinator.nodes
+    moving.job.hear(nodes[lost], Leaving("its power is off"))
+    assert moving.outcome == f"node 1 was not moved: {why}"
     assert moving.sent_to(spare, Discard) == [Discard(True)]
+    assert nodes[lost] is not spare, "it has successors yet"
     moving.job.hear(spare, Joined())
-    assert moving.job.coordinator.nodes[1] is spare
-    assert any("node 1 was lost" in line for line in moving.job.said)
-
-
-@pytest.mark.parametrize("stages", range(4))
-def test_another_node_that_is_lost_gets_the_only_spare_without_its_successors(stages: int) -> None:
-    moving = Moving().ask()
-    for go_on in (moving.warm, moving.pause, moving.gather)[:stages]:
-        go_on()
-    (spare,) = moving.spares
-    moving.job.hear(moving.job.coordinator.nodes[0], Leaving("its power is off"))
-    assert moving.outcome == "node 1 was not moved: node 0 was lost, which needs the spare"
-    assert moving.sent_to(spare, Discard) == [Discard(True)]
-    assert moving.job.coordinator.nodes[0] is not spare, "it has successors of other ranks yet"
-    moving.job.hear(spare, Joined())
-    assert moving.job.coordinator.nodes[0] is spare
+    assert nodes[lost] is spare
+    assert any(f"node {lost} was lost" in line for line in moving.job.said)
 
 
 def test_a_spare_that_is_lost_early_leaves_training_undisturbed_and_later_costs_one_regrouping() -> None:
@@ -191,13 +180,21 @@ def test_a_state_that_cannot_be_offered_stays() -> None:
     assert moving.job.coordinator.nodes[1] is moving.left
 
 
-def test_successors_that_do_not_come() -> None:
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (
+            RankEnded(2, 1, 7, False, -1, -1, "rank-2.log", []),
+            "rank 2 exited with code 7 on the spare; its log: rank-2.log",
+        ),
+        (DeviceBad(2, 1, "it is hot"), "a device of the spare must not be used: it is hot"),
+        (None, "its successors did not come within 30 s"),
+    ],
+)
+def test_successors_that_do_not_come(message: NodeMessage | None, why: str) -> None:
     moving = Moving().ask()
-    moving.job.hear(moving.spares[0], RankEnded(2, 1, 7, False, -1, -1, "rank-2.log", []))
-    assert "rank 2 exited with code 7 on the spare; its log: rank-2.log" in moving.outcome
-    moving = Moving().ask()
-    moving.job.hear(moving.spares[0], DeviceBad(2, 1, "it is hot"))
-    assert "a device of the spare must not be used: it is hot" in moving.outcome
-    moving = Moving().ask()
-    moving.job.tick(REGROUP_S + 1)
-    assert "its successors did not come within 30 s" in moving.outcome
+    if message is None:
+        moving.job.tick(REGROUP_S + 1)
+    else:
+        moving.job.hear(moving.spares[0], message)
+    assert why in moving.outcome

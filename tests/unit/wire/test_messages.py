@@ -16,22 +16,15 @@ from checkpointless.launcher.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
     Barrier,
-    Done,
     FaultNotice,
     FaultReport,
-    Finish,
     GiveUp,
-    Go,
-    Hello,
-    Inexact,
-    Inquire,
     LineBuffer,
     Message,
     NodeMessage,
     ProtocolError,
     RankStanding,
     RankState,
-    Replace,
     Silent,
     SilentRank,
     Standing,
@@ -51,8 +44,8 @@ def value_of(hint: Any) -> st.SearchStrategy[Any]:
     return made_up(hint) if hint in (Cause, Answer) else st.from_type(hint)
 
 
-FROM_RANK = st.one_of(*(made_up(c) for c in (Hello, FaultReport, Barrier, Replace, Done, Inexact, GiveUp, Answer)))
-FROM_AGENT = st.one_of(*(made_up(c) for c in (Go, FaultNotice, Inquire, Finish)))
+FROM_RANK = st.one_of(*map(made_up, get_args(messages.RankMessage)))
+FROM_AGENT = st.one_of(*map(made_up, get_args(messages.AgentMessage)))
 FROM_A_NODE = st.one_of(*(made_up(c) for c in get_args(NodeMessage) if c not in (Standing, Silent)))
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

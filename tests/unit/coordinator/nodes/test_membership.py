@@ -213,7 +213,6 @@ WHY = "the device check exited with 1: no"
 
 
 def bad(job: Job, rank: int) -> None:
-    """Have the node of the rank refuse to start its next process."""
     job.tell(rank, DeviceBad(rank, job.coordinator.ranks[rank].incarnation, WHY))
 
 
