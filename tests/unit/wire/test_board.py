@@ -91,16 +91,14 @@ def test_nobody_can_cut_a_board_or_let_it_grow(board: Board, size: int) -> None:
 
 def test_the_newest_paces_are_kept_until_another_generation_begins() -> None:
     board = Board.create(0)
-    try:
-        assert board.paces() == PaceReading(0, 0)
-        board.set_role(0xFFFFFFFF)
-        for step in range(1, Board.PACES + 3):
-            board.add_pace(float(step), 0.5)
-        found = board.paces()
-        assert (found.role, found.steps) == (0xFFFFFFFF, Board.PACES + 2)
-        assert sorted(found.own) == [float(step) for step in range(3, Board.PACES + 3)]
-        assert found.data == (0.5,) * Board.PACES
-        board.set_generation(1)
-        assert board.paces() == PaceReading(0xFFFFFFFF, 0)
-    finally:
-        board.close()
+    assert board.paces() == PaceReading(0, 0)
+    board.set_role(0xFFFFFFFF)
+    for step in range(1, Board.PACES + 3):
+        board.add_pace(float(step), 0.5)
+    found = board.paces()
+    assert (found.role, found.steps) == (0xFFFFFFFF, Board.PACES + 2)
+    assert sorted(found.own) == [float(step) for step in range(3, Board.PACES + 3)]
+    assert found.data == (0.5,) * Board.PACES
+    board.set_generation(1)
+    assert board.paces() == PaceReading(0xFFFFFFFF, 0)
+    board.close()
