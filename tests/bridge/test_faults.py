@@ -20,7 +20,6 @@ Train = Callable[..., Job]
 
 @pytest.fixture(scope="module")
 def train(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains with faults and compares; the undisturbed job is made once for each kind."""
     trainings = Trainings(bridge_zygote, tmp_path_factory, SCRIPT)
 
     def compared(steps: int, layout: str, *faults: str, breaks: str = "") -> Job:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bridge.recorded import require_same_from_the_checkpoint
+from tests.bridge.test_saves import require_same_from_the_checkpoint
 from tests.ranks.jobs import Trainings, run_job
 from tests.ranks.nemo_zygote import Zygote
 
@@ -27,7 +27,6 @@ def trainings(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def tune(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Return the words to train on from the weights of a checkpoint, which is made once."""
     pretrained = trainings.calm(4, "4", "save=saved").run_dir / "saved"
     samples = written_samples(tmp_path_factory.mktemp("tune") / "samples")
     return str(STEPS), f"tune={pretrained}", f"sft={samples}", "evaluate=3"
@@ -47,7 +46,6 @@ def written_samples(folder: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of numbers, as Hugging Face's files have one."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

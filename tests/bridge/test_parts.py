@@ -24,9 +24,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.compat.megatron import queues_of_writers
 from checkpointless.integrations.megatron import pretraining
 from checkpointless.integrations.megatron.pretrain_loaders import Loaders
-from checkpointless.integrations.megatron.pretraining import _losses_of, _plain_losses
 from checkpointless.integrations.megatron_bridge import _Bridge, _copied, _value, finetune
-from checkpointless.state.serialization import state_tree
 
 pytestmark = [pytest.mark.nemo]
 
@@ -106,15 +104,6 @@ def test_workers_draw_in_a_later_pass_what_they_would_without_the_fault() -> Non
     assert draws(True, taken=13, count=3) == draws(False, taken=0, count=16)[13:]
 
 
-@pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.5, 7.0]]])
-def test_losses_travel_as_plain_data(losses: list[list[float]]) -> None:
-    plain = _plain_losses([{"lm loss": torch.tensor(each)} for each in losses])
-    again = _losses_of(state_tree.loads(state_tree.dumps(plain)))
-    assert [{name: each.tolist() for name, each in loss.items()} for loss in again] == [
-        {"lm loss": each} for each in losses
-    ]
-
-
 REFUSED = {
     "dataset.dataloader_type": "external",
     "train.iterations_to_skip": [3],
@@ -177,7 +166,6 @@ def test_finetune_begins_with_a_checkpoint() -> None:
 
 @pytest.fixture
 def generation() -> Iterator[_Bridge]:
-    """Return an entry of a block, and make Bridge its own again."""
     call: Any = SimpleNamespace()
     yield _Bridge(call, {})
     _Bridge.patches.undo()

@@ -31,12 +31,7 @@ FAULTS = tuple(
 
 
 class Census:
-    """Counts the processes of a job while it trains.
-
-    Attributes:
-        seen: every process that the job has had.
-        counts: how many there were at a time, from the last incident on.
-    """
+    """Counts the processes of a job while it trains."""
 
     def __init__(self) -> None:
         self.seen: set[psutil.Process] = set()

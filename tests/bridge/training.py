@@ -92,7 +92,6 @@ class Counted(Callback):  # type: ignore[misc]
         self.events.append(f"end {context.state.train_state.step}")
 
     def forward_step(self, state: Any, iterator: Any, model: Any, *more: Any) -> Any:
-        """Make a step whose loss depends on what the steps before have left."""
         output, loss_of = forward_step(state, iterator, model, *more)
 
         def counted(out: Any) -> Any:
@@ -208,7 +207,6 @@ def tokenizer() -> bridge.TokenizerConfig:
 
 
 def length() -> dict[str, Any]:
-    """Return how long to train: in steps, or in passes over the samples (Bridge 0.6)."""
     return {"num_epochs": number("epochs")} if "epochs" in ASKED else {"train_iters": STEPS}
 
 

@@ -49,7 +49,6 @@ def _port(listening: socket.socket) -> int:
 
 
 def _hears(peer: socket.socket) -> int:
-    """Return the port that a peer names, at which it listens itself."""
     with peer:
         peer.setblocking(True)
         return int(_PORT.unpack(peer.recv(_PORT.size, socket.MSG_WAITALL))[0])
@@ -90,7 +89,6 @@ class Communicator:
     # ---- what groups call
 
     def launch(self, operation: Operation, work: Callable[[], None]) -> None:
-        """Have ``work`` done in the order of the launches."""
         lock: AbstractContextManager[object] = self._making if self._is_known else contextlib.nullcontext()
         with lock:
             if self._thread is None:
@@ -122,7 +120,6 @@ class Communicator:
         self._put(f"m{number}-{self.rank}-{peer}", data)
 
     def receive(self, peer: int, number: int) -> bytes | None:
-        """Receive the message of that number; None if it was aborted."""
         path = self._folder / f"m{number}-{peer}-{self.rank}"
         if not self._wait(path.exists):
             return None
@@ -172,11 +169,7 @@ class Communicator:
             del call, operation, work  # else they hold their tensors while this thread waits
 
     def _connect(self) -> None:
-        """Meet the communicator's ranks at a socket of rank 0, which is heard of at the store.
-
-        Raises:
-            OSError: the socket at which this rank awaits the others was shut down, or one of them is gone.
-        """
+        """Meet the communicator's ranks at a socket of rank 0, which is heard of at the store."""
         with _listening() as mine:
             if self.rank == 0:
                 folder = Path(os.environ[RUN_DIR_ENV]) / "device" / uuid.uuid4().hex

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,8 +20,6 @@ _LIBC_WITH_LOCK = ctypes.PyDLL(None)  # its calls keep the interpreter lock
 
 
 class Operation:
-    """Represents something that was launched, and writes ``outputs``."""
-
     def __init__(self, outputs: Iterable[torch.Tensor] = ()) -> None:
         self.storages = frozenset(each.untyped_storage().data_ptr() for each in outputs)
         self.is_done = False
@@ -74,7 +74,6 @@ class Device:
             self._pending.append(operation)
 
     def finish(self, operation: Operation) -> None:
-        """Note that ``operation`` is done, whether it succeeded or was aborted."""
         with self._mutex:
             operation.is_done = True
             self._pending.remove(operation)
@@ -88,21 +87,13 @@ class Device:
         self._wake()
 
     def synchronize(self, operation: Operation | None = None) -> None:
-        """Wait until ``operation``, or everything that is queued, is done.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
+        """Wait until ``operation``, or everything that is queued, is done."""
         self._check()
         self._wait(lambda: operation.is_done if operation is not None else not self._pending)
         self._check()
 
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Wait until nothing that is queued writes one of ``tensors``.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
+        """Wait until nothing that is queued writes one of ``tensors``."""
         self._check()
         storages = {each.untyped_storage().data_ptr() for each in tensors}
         self._wait(lambda: not any(each.storages & storages for each in self._pending))
@@ -113,7 +104,6 @@ class Device:
         self._wait(holds)
 
     def notice(self) -> None:
-        """Look whether what somebody waits for has come."""
         self._wake()
 
     def _check(self) -> None:
@@ -136,3 +126,105 @@ class Device:
             self._waiters = [each for each in self._waiters if each not in ready]
         for _, gate in ready:
             gate.release()
+
+
+def event_class(device: Device) -> type:
+
+    class Event:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._before: list[Operation] = []
+            self._recorded_s = 0.0
+
+        def record(self, stream: object = None) -> None:
+            self._before, self._recorded_s = device.queued(), time.perf_counter()
+
+        def synchronize(self) -> None:
+            for operation in self._before:
+                device.synchronize(operation)
+
+        def wait(self, stream: object = None) -> None:
+            """Order what follows: every operation waits for its inputs as it is."""
+
+        def query(self) -> bool:
+            return all(operation.is_done for operation in self._before)
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end._recorded_s - self._recorded_s) * 1e3
+
+    return Event
+
+
+def graph_class(device: Device) -> type:
+
+    class Graph:
+        """Represents a graph; it captures sums over all ranks of a group, and nothing else."""
+
+        def __init__(self) -> None:
+            self._calls: list[Callable[[], object]] = []
+            self._communicators: list[Any] = []
+
+        def capture_begin(self, *args: Any, **options: Any) -> None:
+            device.capture = self.capture
+
+        def capture(self, communicator: Any, call: Callable[[], object]) -> None:
+            self._calls.append(call)
+            self._communicators.append(communicator)
+            communicator.graphs += 1
+
+        def capture_end(self) -> None:
+            device.capture = None
+
+        def replay(self) -> None:
+            for call in self._calls:
+                call()
+
+        def reset(self) -> None:
+            for communicator in self._communicators:
+                communicator.graphs -= 1
+            self._calls, self._communicators = [], []
+
+        def __del__(self) -> None:
+            self.reset()
+
+    return Graph
+
+
+class Memory:
+    """Counts the bytes of all storages that live, also of those that a GPU's host would keep: there is one memory.
+
+    Attributes:
+        limit: how many bytes there are; None: as many as the machine has.
+        held: bytes that are held.
+        most: most bytes that were held at once since the last :meth:`reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.held = self.most = 0
+        self._mutex = threading.RLock()  # a storage may end while another is counted
+        self._sizes: dict[int, int] = {}
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor``, if it is a new one or has another size than before."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        with self._mutex:
+            known = self._sizes.get(key)
+            if known == size:
+                return
+            if known is None:
+                weakref.finalize(storage, self._ended, key)
+            self._sizes[key] = size
+            self.held += size - (known or 0)
+            self.most = max(self.most, self.held)
+            held = self.held
+        if self.limit is not None and held > self.limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {held} bytes are held, and there are {self.limit}")
+
+    def reset_peak(self) -> None:
+        with self._mutex:
+            self.most = self.held
+
+    def _ended(self, key: int) -> None:
+        with self._mutex:
+            self.held -= self._sizes.pop(key, 0)

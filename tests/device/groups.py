@@ -44,8 +44,6 @@ class LateWork(dist.Work):
 
 
 class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
-    """Represents a process group whose collectives are launched and done later."""
-
     def __init__(self, device: Device, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._device = device

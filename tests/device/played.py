@@ -14,11 +14,8 @@ from torch.utils._pytree import tree_iter
 
 import checkpointless.faults.inject
 from tests.device.communicator import THREAD
-from tests.device.device import Device
-from tests.device.events import event_class
-from tests.device.graphs import graph_class
+from tests.device.device import Device, Memory, event_class, graph_class
 from tests.device.groups import BACKEND, create
-from tests.device.memory import Memory
 
 device = Device()
 memory = Memory()

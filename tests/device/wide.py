@@ -49,7 +49,6 @@ class WritesMemory(Callback):
         self._has_begun = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Write down the peak of the start or of the re-entry."""
         if not self._has_begun:
             self._has_begun = True
             self._write("entered", trainer)
@@ -85,7 +84,6 @@ def wait_for_an_interruption() -> None:
 
 
 def be_late() -> None:
-    """Wait between the vote on an update and the update, once."""
     update = ParameterUpdateLock.update
 
     def late(lock: ParameterUpdateLock, step: int) -> Any:

@@ -18,7 +18,6 @@ except PackageNotFoundError:
 
 @pytest.fixture(scope="session")
 def hf_zygote(zygotes: Path) -> Iterator[Zygote]:
-    """Yield a process that has imported the Trainer and a model, and forks ranks in milliseconds."""
     model = "transformers.models.llama.modeling_llama"
     modules = ("checkpointless.integrations.transformers", model, "datasets", "tests.ranks.jobs")
     zygote = Zygote(modules, zygotes)

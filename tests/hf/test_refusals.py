@@ -12,8 +12,6 @@ from checkpointless.integrations import transformers as adapter
 
 
 class Stand:
-    """A Trainer as far as it is looked at."""
-
     _init_training_state = _prepare_for_training = _run_epoch = _get_grad_norm = _load_rng_state = None
 
     def __init__(self, **changed: Any) -> None:

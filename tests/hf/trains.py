@@ -29,8 +29,6 @@ SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size"
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Rows of numbers, in which a worker exchanges some at random."""
-
     def __init__(self, is_noisy: bool) -> None:
         self._is_noisy = is_noisy
 

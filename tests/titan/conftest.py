@@ -14,7 +14,6 @@ collect_ignore_glob = [] if find_spec("torchtitan") else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def titan_zygote() -> Iterator[Zygote]:
-    """Yield a process that has imported torchtitan, and forks ranks in milliseconds."""
     zygote = Zygote(("tests.titan.small", "torchtitan.config", "tests.ranks.jobs"))
     yield zygote
     zygote.close()

@@ -54,8 +54,6 @@ def _fail(where: str, step: int) -> None:
 
 
 class _Bytes(BaseTokenizer):
-    """Takes a text's bytes for tokens."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
         pass
@@ -121,12 +119,10 @@ def small() -> Trainer.Config:
 
 
 def fails_in_a_validation() -> Trainer.Config:
-    """Return :func:`small`, with an exception in the validation after step 6."""
     _fails.setdefault("validation", 6)
     return small()
 
 
 def fails_in_a_save() -> Trainer.Config:
-    """Return :func:`small`, with an exception in the save after step 4."""
     _fails.setdefault("save", 4)
     return small()

@@ -23,7 +23,6 @@ def few_samples(sizes: list[int], vp_stage: int | None = None) -> Any:
 
 
 def break_once(where: str, kind: str, rank: str, call: str) -> None:
-    """Let the rank break in the call of this number, in the first of its lives alone."""
     marker, calls = Path(os.environ["CHECKPOINTLESS_RUN_DIR"]) / "broken", list[str]()
     original = getattr(training, where)
 

@@ -14,29 +14,14 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from checkpointless.callbacks import HPFaultInjectionCallback
 from checkpointless.faults.inject import InjectedFault, from_environment
 from checkpointless.faults.ledger import fired
-from checkpointless.inprocess import HPWrapper
 from checkpointless.inprocess.wrap import HPCallWrapper
-from checkpointless.launcher.client import RankClient
-from checkpointless.launcher.protocol.messages import RankMessage
 from checkpointless.system.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
+from tests.unit.inprocess.test_interruptions import a_call
 
 pytestmark = pytest.mark.lightning
 
 MINE = "exception@between:rank=0,step=2"
 JOBS = "exception@forward:rank=0,step=1"
-
-
-class NoAgent(RankClient):
-    """Stands in for a client whose agent hears nothing and answers nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def close(self) -> None:
-        """Do nothing; nothing is open."""
-
-    def _send(self, message: RankMessage) -> None:
-        """Drop the message."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +34,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def call() -> Iterator[HPCallWrapper]:
-    """Yield a wrapper whose block seems to run."""
-    call = HPCallWrapper(HPWrapper(hp_api_factory=NoAgent))
-    try:
-        yield call
-    finally:
-        call.shutdown()
+    with a_call() as made:
+        yield made
 
 
 def test_a_plain_trainer_has_the_faults_of_its_callback(run_dir: Path) -> None:

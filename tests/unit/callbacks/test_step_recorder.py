@@ -1,16 +1,19 @@
-"""Test that nothing is recorded that may follow from collectives that a fault has aborted."""
+"""Test what is recorded of a step and of checkpoints, and that nothing follows from aborted collectives."""
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpointless.callbacks import step_recorder
-from checkpointless.callbacks.step_recorder import StepRecorder
+from checkpointless.callbacks.step_recorder import StepRecorder, _checkpoint_names
 from checkpointless.inprocess import RankShouldRestart
 from checkpointless.integrations.torch.loop import JournaledTraining
 from checkpointless.observability.telemetry.steps import StepLog
@@ -19,8 +22,6 @@ pytestmark = pytest.mark.nemo
 
 
 class Call:
-    """A running block whose generation is over as soon as the parameters are looked at."""
-
     def __init__(self) -> None:
         self.is_over = False
 
@@ -80,3 +81,18 @@ def test_so_is_one_of_a_loop_of_ones_own(call: Call, tmp_path: Path) -> None:
     else:
         assert not call.is_over
         assert "whole" in recorded(tmp_path)[0]
+
+
+def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None:
+    for name in ("step=3.ckpt", "step=4.ckpt"):
+        (tmp_path / name).touch()
+
+    def _remove_checkpoint(path: Path) -> None:  # NeMo gives a thread its function of this name
+        time.sleep(0.3)
+        path.unlink()
+
+    removal = threading.Thread(target=_remove_checkpoint, args=(tmp_path / "step=3.ckpt",))
+    removal.start()
+    trainer: Any = SimpleNamespace(callbacks=[ModelCheckpoint(tmp_path)])
+    assert _checkpoint_names(trainer) == [["step=4.ckpt"]]
+    assert not removal.is_alive()

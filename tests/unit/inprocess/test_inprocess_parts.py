@@ -1,16 +1,21 @@
-"""Test compositions, aborts and the wrapper's settings, without processes."""
+"""Test compositions, aborts, finalizers, health checks and the wrapper's settings, without processes."""
 
 from __future__ import annotations
 
 import importlib
 import signal
+import subprocess
 import sys
+import threading
 import types
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
 
 import pytest
+import torch
 from torch.utils.data._utils import signal_handling as torch_workers
 
 from checkpointless.inprocess import (
@@ -27,9 +32,11 @@ from checkpointless.inprocess import (
     HPWrapper,
 )
 from checkpointless.inprocess.exceptions import is_victim
+from checkpointless.inprocess.finalize import collect_garbage
+from checkpointless.inprocess.health_check import wait_for_device
 from checkpointless.inprocess.memory import peak_growth, reset_peak
 from checkpointless.inprocess.wrap import _SignalHandlers, _with_caller
-from tests.unit.inprocess.test_interrupted_cleaning import leave_while
+from tests.unit.inprocess.test_interruptions import leave_while
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 
@@ -73,7 +80,6 @@ def test_override_replaces_one_kind() -> None:
 
 
 def order_of(wrapper: HPWrapper) -> list[type]:
-    """Return what the wrapper's abort runs, in that order."""
     ran: list[type] = []
 
     class Note:
@@ -292,3 +298,120 @@ def test_the_wrapper_is_a_decorator_with_and_without_parentheses() -> None:
         bare(block, abort_timeout=0)
     with pytest.raises(TypeError, match="wraps a function, not int"):
         bare(30)
+
+
+# --- Nothing of a generation that is over stays in the process ----------------------------------------------------
+
+
+def _fail_in_a_backward_pass() -> list[weakref.ref[torch.nn.Parameter]]:
+    """Run a backward pass that raises in its middle, and return its parameters."""
+    parameters = [torch.nn.Parameter(torch.ones(8)) for _ in range(20)]
+    products = [parameter * 2 for parameter in parameters]
+    products[10].register_hook(lambda _: 1 / 0)
+    try:
+        sum(products, torch.zeros(8)).sum().backward()
+    except ZeroDivisionError:
+        pass
+    return [weakref.ref(parameter) for parameter in parameters]
+
+
+def test_the_graph_of_a_backward_pass_that_raised_is_freed() -> None:
+    left = _fail_in_a_backward_pass()
+    assert any(each() is not None for each in left), "autograd keeps what it had yet to do"
+    with torch.no_grad():
+        collect_garbage()
+    assert [each() for each in left] == [None] * len(left)
+
+
+@pytest.mark.slow
+def test_accelerate_forgets_that_it_is_initialized() -> None:
+    """Else its next ``Accelerator`` would make no process group. In a process of its own, for it stays imported."""
+    pytest.importorskip("accelerate")
+    code = (
+        "from accelerate import Accelerator\n"
+        "from accelerate.state import PartialState\n"
+        f"from {CheckpointlessFinalizeCleanup.__module__} import CheckpointlessFinalizeCleanup\n"
+        "Accelerator(cpu=True, gradient_accumulation_steps=2)\n"
+        "assert PartialState._shared_state\n"
+        "CheckpointlessFinalizeCleanup()()\n"
+        "assert not PartialState._shared_state\n"
+        "assert Accelerator(cpu=True).gradient_accumulation_steps == 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
+def test_the_trainer_of_a_clean_up_can_be_assigned_as_documented_and_is_not_kept() -> None:
+    cleanup, trainer = CheckpointlessFinalizeCleanup(), torch.nn.Identity()
+    cleanup.trainer = trainer
+    assert cleanup.trainer is trainer
+    del trainer
+    assert cleanup.trainer is None
+    cleanup.trainer = None
+    assert cleanup.trainer is None
+
+
+# --- Which device is checked, and what is said of one that does not answer ----------------------------------------
+
+
+class Cuda:
+    """Stands in for CUDA with a number of devices, of which the second is the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+        self.asked: list[torch.device | None] = []
+        self.work: Callable[[], object] = lambda: None
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: min(1, devices - 1))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.asked.append(device)
+        self.work()
+
+
+@pytest.mark.parametrize(
+    ("devices", "local_rank", "checked"),
+    [(8, "5", "cuda:5"), (8, None, "cuda:1"), (1, "5", "cuda:0"), (8, "", "cuda:1")],
+    ids=["its own of several", "no launcher", "the only one that it sees", "an empty variable"],
+)
+def test_the_device_of_this_rank_is_checked(
+    devices: int, local_rank: str | None, checked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = Cuda(monkeypatch, devices)
+    monkeypatch.setenv("LOCAL_RANK", local_rank or "")
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK")
+    CudaHealthCheck()(STATE)
+    assert cuda.asked == [torch.device(checked)]
+
+
+def test_a_device_that_does_not_answer_fails_the_check_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, never = Cuda(monkeypatch, 8), threading.Event()
+    cuda.work = never.wait
+    try:
+        with pytest.raises(TimeoutError, match="did not synchronize within 0 s"):
+            CudaHealthCheck(0.05)(STATE)
+    finally:
+        never.set()
+
+
+def test_an_error_that_sticks_to_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, 8)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    cuda.work = fail
+    with pytest.raises(RuntimeError, match=r"is not healthy: .*device-side assert"):
+        CudaHealthCheck()(STATE)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        wait_for_device()
+
+
+def test_a_process_that_has_not_used_cuda_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, 8)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    CudaHealthCheck()(STATE)
+    wait_for_device()
+    assert cuda.asked == []

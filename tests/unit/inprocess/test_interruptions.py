@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +25,7 @@ import torch
 
 import checkpointless
 from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper, fault_responder
+from checkpointless.inprocess.fault_responder import MainThread
 from checkpointless.inprocess.wrap import HPCallWrapper
 from checkpointless.launcher.client import FaultNotice, RankClient
 from checkpointless.launcher.protocol.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
@@ -92,11 +97,7 @@ BLOCKS: tuple[Callable[[], object], ...] = (returns, raises, tears_down_deeply, 
 
 
 def leave_blocks_under_fire(blocks: int) -> tuple[int, int]:
-    """Leave so many blocks while a thread interrupts all the time.
-
-    Returns:
-        How many were interrupted, and how many interruptions came anywhere else.
-    """
+    """Leave so many blocks while a thread interrupts all the time."""
     interrupted = stray = left = 0
     over = threading.Event()
     switch_s = sys.getswitchinterval()
@@ -372,7 +373,6 @@ class SlowAgent(QuickAgent):
         self.quick = threading.Event()  # set: it goes on
 
     def pending_fault(self, generation: int) -> FaultNotice | None:
-        """Return what the client does, but late in the fault thread."""
         if threading.current_thread() is not threading.main_thread():
             self.slow.set()
             self.quick.wait(30)
@@ -409,3 +409,92 @@ def test_a_fault_that_is_handled_late_does_not_reach_into_the_next_generation() 
     assert wrapper_of(agent)(block)() == "done"
     assert errors == []
     assert updates == list(range(20))
+
+
+# --- Pipes and files are closed all the same ----------------------------------------------------------------------
+
+
+class Owner:
+    """Can be referred to weakly."""
+
+
+def leave_while(body: Callable[[], object], limit_s: float = 20, since: Callable[[], bool] = lambda: True) -> None:
+    """Have this thread, in a block, do ``body``, and be interrupted from ``since`` on until it has left."""
+    main, began = MainThread(), threading.Event()
+
+    def interrupt() -> None:
+        began.wait()
+        while not since():
+            time.sleep(0.005)
+        main.interrupt_until_left(limit_s, lambda _: None)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+
+    def block() -> None:
+        began.set()
+        body()
+        while True:
+            time.sleep(0.005)
+
+    with pytest.raises(RankShouldRestart):
+        main.run(block)
+    main.close()
+    interrupter.join(60)
+
+
+def slow_to_close() -> tuple[int, socket.socket]:
+    """Return a connection and its other end; nobody reads what was sent, so its ``close`` takes a second."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 1))
+    sender.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sender.send(bytes(65536))
+    sender.setblocking(True)
+    return sender.detach(), receiver
+
+
+def is_open(descriptor: int) -> bool:
+    return os.path.exists(f"/proc/self/fd/{descriptor}")
+
+
+def test_both_pipes_of_a_worker_are_closed() -> None:
+    first, receiver = slow_to_close()
+    second, writer = os.pipe()
+    owners = [Owner()]
+    Finalize(owners[0], close_fds, (first, second))  # a process of multiprocessing does the same
+    with receiver:
+        leave_while(owners.clear)
+    os.close(writer)
+    assert not is_open(first)
+    assert not is_open(second)
+
+
+def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
+    ended = []
+
+    class Slow:
+        def __del__(self) -> None:
+            for _ in range(40):
+                time.sleep(0.005)
+            ended.append(True)
+
+    slow = [Slow()]
+    leave_while(slow.clear)
+    assert ended
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_destructor_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_responder, "_CLEANING_S", 0.2)
+
+    class Endless:
+        def __del__(self) -> None:
+            while True:
+                time.sleep(0.005)
+
+    endless = [Endless()]
+    leave_while(endless.clear)

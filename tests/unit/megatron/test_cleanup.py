@@ -27,7 +27,6 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> CudaRNGStatesTracker:
 
 
 def draw(state: torch.Tensor | torch.Generator) -> list[float]:
-    """Draw the next numbers of a stream."""
     if isinstance(state, torch.Tensor):
         generator = torch.Generator()
         generator.set_state(state)

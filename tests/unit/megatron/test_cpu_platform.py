@@ -43,22 +43,6 @@ def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_platform.install()
 
 
-def test_the_current_cuda_device_is_the_cpu(platform: None) -> None:
-    assert not torch.cuda.is_available()
-    for tensor in (
-        torch.zeros(2, device=torch.cuda.current_device()),
-        torch.tensor(1.0, pin_memory=True).to("cuda", non_blocking=True),
-        torch.ones(2, device="cuda:0").cuda(),
-        torch.ones(2).new_zeros(3, device="cuda"),
-        torch.nn.Linear(2, 2).to("cuda").weight,
-    ):
-        assert tensor.device.type == "cpu"
-    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
-    assert torch.ones(1).type("torch.cuda.LongTensor").dtype == torch.int64
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-
-
 def test_a_build_for_cuda_finds_no_device_and_may_fork(platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning has torch ask NVML, which is to say count devices, of which the platform has one."""
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)

@@ -18,15 +18,11 @@ pytestmark = pytest.mark.nemo
 
 
 class State:
-    """Stands in for TransformerEngine's ``DelayedScalingRecipeState``."""
-
     def __init__(self, tensors: int, history: int = 2) -> None:
         self.scale, self.amax_history = torch.ones(tensors), torch.zeros(history, tensors)
 
 
 class Layer(torch.nn.Module):
-    """Stands in for one of TransformerEngine's layers, with as much of it as is used."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fp8_meta: dict[str, Any] = {}
@@ -38,8 +34,6 @@ class Layer(torch.nn.Module):
 
 
 class GroupedLinear(Layer):
-    """Has as many products as groups."""
-
     num_gemms = 4
 
 
@@ -48,15 +42,11 @@ class DotProductAttention(Layer):
 
 
 class Unknown(Layer):
-    """Keeps its scales elsewhere."""
-
     def init_fp8_meta_tensors(self, recipe: object) -> None:
         self.fp8_meta["scaling_fwd"] = SimpleNamespace(amax_history=torch.zeros(2, 3))
 
 
 class Foreign(Layer):
-    """Makes its scales in another way."""
-
     init_fp8_meta_tensors = None  # type: ignore[assignment]
 
 

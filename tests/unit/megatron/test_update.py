@@ -1,4 +1,4 @@
-"""Test the guarded update of Megatron's optimizers: overflows, loss scalers, and what is refused."""
+"""Test which of Megatron's optimizers and precisions the guarded update refuses."""
 
 from __future__ import annotations
 
@@ -15,35 +15,20 @@ pytest.importorskip("megatron.core", reason="needs Megatron-core")
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.megatron import state, update
-from checkpointless.integrations.megatron.state import MegatronTensors
 from checkpointless.integrations.megatron.update import GuardedUpdate, _obstacles, check_contexts
-from checkpointless.recovery import guard as recovery_guard
+from checkpointless.recovery.guard import UpdateGuard
 
 pytestmark = pytest.mark.nemo
 
 
 class Optimizer:
-    """Stands in for Megatron's optimizer, with only what is guarded."""
-
     is_stub_optimizer = True
     optimizer = None
 
-    def __init__(self, overflows: bool = False, **config: Any) -> None:
+    def __init__(self, **config: Any) -> None:
         self.config = SimpleNamespace(**config)
-        self.updates = 0
-        self._overflows = overflows
-
-    def prepare_grads(self) -> bool:
-        return self._overflows
-
-    def step_with_ready_grads(self) -> bool:
-        self.updates += 1
-        return True
-
-    def step(self) -> bool:
-        return not self.prepare_grads() and self.step_with_ready_grads()
 
 
 def distributed(params: list[Any], **attributes: Any) -> Any:
@@ -52,58 +37,6 @@ def distributed(params: list[Any], **attributes: Any) -> Any:
     optimizer.optimizer = SimpleNamespace(param_groups=[{"params": params}])
     vars(optimizer).update(attributes)
     return optimizer
-
-
-@pytest.fixture
-def votes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the list of what the next votes do: an entry that is an exception is raised."""
-    coming: list[Any] = []
-
-    def vote() -> None:
-        answer = coming.pop(0)
-        if answer is not None:
-            raise answer
-
-    monkeypatch.setattr(recovery_guard, "vote", vote)
-    return coming
-
-
-def guard(optimizer: Any, lock: ParameterUpdateLock) -> list[tuple[str, int]]:
-    told: list[tuple[str, int]] = []
-
-    def ready(step: int) -> None:
-        told.append(("ready", step))
-        lock.mark_ready(step)
-
-    class Steps:
-        making = property(lambda _: lock.committed + 1)
-
-    step = lock.committed + 1
-    call: Any = SimpleNamespace(
-        steps=Steps(),
-        parameter_update_lock=lock,
-        enter_phase=lambda phase, step: told.append((phase, step)),
-        committed=lambda step: told.append(("committed", step)),
-    )
-    journal: Any = SimpleNamespace(ready=ready, applied=lambda: told.append(("applied", step)))
-    GuardedUpdate(MegatronTensors((), optimizer), recovery_guard.UpdateGuard(call, journal))
-    return told
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-def test_a_step_goes_one_way_whether_it_is_skipped_or_not(votes: list[Any], overflows: bool) -> None:
-    optimizer, lock = Optimizer(overflows), ParameterUpdateLock()
-    lock.set_committed(4)
-    told = guard(optimizer, lock)
-    votes.append(None)
-    assert optimizer.step() is not overflows
-    names = ("before_optimizer", "ready", "optimizer", "applied", "committed", "after_optimizer")
-    assert told == [(name, 5) for name in names]
-    assert optimizer.updates == (0 if overflows else 1)
-    assert lock.committed == 5
-
-
-# --- what is refused ----------------------------------------------------------------------------------------------
 
 
 def obstacle(optimizer: Any, *chunks: torch.nn.Module) -> str | None:
@@ -133,7 +66,7 @@ def offloaded() -> Optimizer:
 def test_what_cannot_be_guarded_is_refused_with_what_to_set(optimizer: Optimizer, says: str) -> None:
     tensors: Any = SimpleNamespace(optimizer=optimizer, modules=[])
     with pytest.raises(UnrecoverableError, match=says):
-        GuardedUpdate(tensors, recovery_guard.UpdateGuard(tensors, tensors))
+        GuardedUpdate(tensors, UpdateGuard(tensors, tensors))
 
 
 def test_a_precision_that_cannot_be_recovered_is_refused() -> None:

@@ -14,10 +14,10 @@ BUDGETS = {
     "modules of the product": 210,
     "public names of the product": 615,
     "private names of other packages": 104,
-    "lines of the tests": 49_217,
-    "bytes of docs/": 202_289,
+    "lines of the tests": 48_211,
+    "bytes of docs/": 202_282,
     "bytes of docs/architecture.md": 34_860,
-    "bytes of docs/guarantees.md": 13_402,
+    "bytes of docs/guarantees.md": 13_393,
     "lines of README.md": 129,
 }
 FUNCTION_LINES = 60

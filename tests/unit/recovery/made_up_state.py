@@ -20,12 +20,7 @@ MOMENTUM: Key = ("optimizer", 0, 0, 0, "momentum")
 
 
 class MadeUpState(TrainingState):
-    """Stands in for the state of a training.
-
-    Args:
-        step: the step that it is at.
-        adoptable: keys of tensors that need no copy to be put in place.
-    """
+    """Stands in for the state of a training."""
 
     def __init__(self, step: int, adoptable: Sequence[Key] = ()) -> None:
         self.step = step
@@ -71,11 +66,7 @@ class MadeUpState(TrainingState):
 
 
 class MadeUpJournal(StepJournal):
-    """Has snapshots of every step.
-
-    Args:
-        state: the state.
-    """
+    """Has snapshots of every step."""
 
     def __init__(self, state: MadeUpState) -> None:
         super().__init__(state, CheckpointManager(), FrontEnd())

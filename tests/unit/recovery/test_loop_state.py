@@ -61,7 +61,6 @@ def test_declared_state_is_put_back_in_place(kind: str) -> None:
 
 
 def _train(undeclared: _Undeclared, steps: int) -> Iterator[int]:
-    """Stand in for the generator of the steps."""
     for step in range(1, steps + 1):
         undeclared.look(sys._getframe(1))
         yield step

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.torch import torch_tensors
 from checkpointless.integrations.torch.plain import PlainTraining, _without_scheduler
+from checkpointless.integrations.torch.torch_tensors import TorchTensors, _settle_buckets
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.state.journal import Captured, _Taken
 from checkpointless.state.port import SnapshotPoint
@@ -25,7 +27,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
     counts = iter(range(100))
     monkeypatch.setattr(torch_tensors.process_groups, "launched", lambda: {"group": next(counts)})
 
-    def make(generation: int, module: torch.nn.Module | None = None, **more: Any) -> PlainTraining:
+    def make_update(generation: int, module: torch.nn.Module | None = None, **more: Any) -> PlainTraining:
         module = torch.nn.Linear(3, 2) if module is None else module
         call: Any = SimpleNamespace(
             generation=generation,
@@ -39,7 +41,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
         module(torch.ones(1, 3)).sum().backward()
         return PlainTraining(call, [module], [torch.optim.SGD(module.parameters(), lr=0.1)], **more)
 
-    return make
+    return make_update
 
 
 def test_an_optimizer_that_communicates_is_refused_in_the_jobs_first_step(
@@ -53,7 +55,7 @@ def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callab
     training = train(1)
     journal = training._journal
     assert journal.changed() == "", "nothing has been captured yet"
-    make(training, 1)
+    make_update(training, 1)
     assert journal.changed() == ""
     with torch.no_grad():
         next(training.state.modules[0].parameters()).clamp_(-0.1, 0.1)
@@ -82,8 +84,7 @@ def test_gradients_that_overflow_are_left_out_with_a_scaler_as_its_own_step_does
     assert parameter.grad is None
 
 
-def make(training: PlainTraining, step: int) -> None:
-    """Apply the update of ``step``, whose gradients are final."""
+def make_update(training: PlainTraining, step: int) -> None:
     training._journal._pending = step, Captured(), _Taken(dict, {})
     training.state.finish_update()
     training._journal.applied()
@@ -96,7 +97,7 @@ def begin_next(training: PlainTraining) -> None:
 
 def _taken_behind_the_first_update(training: PlainTraining) -> torch.nn.Parameter:
     """Return a parameter of a training whose first update is applied, and whose state was taken within it."""
-    make(training, 1)
+    make_update(training, 1)
     return next(iter(training.state.modules[0].parameters()))
 
 
@@ -167,3 +168,41 @@ def test_other_weights_are_put_back_to_the_bit_and_a_fault_is_told_first(
         with pytest.raises(IndexError), training.other_weights():
             weight.mul_(3)[9]
     assert training._journal.changed()
+
+
+# --- DDP's lasting buckets are made without anything that a user's model would notice -----------------------------
+
+
+def test_sparse_embeddings_hooks_and_frozen_parameters_are_left_alone() -> None:
+    embedding, middle, last = torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    inner = torch.nn.Sequential(embedding, middle, last)
+    last.bias.requires_grad_(False)
+    model = DistributedDataParallel(inner)
+    seen: list[torch.Tensor] = []
+    middle.weight.register_hook(seen.append)
+    middle.weight.register_post_accumulate_grad_hook(seen.append)
+    _settle_buckets([model])
+    assert not seen
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.tensor([1, 2])).sum().backward()
+    assert len(seen) == 2
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.is_sparse
+    assert model._get_ddp_logging_data()["has_rebuilt_buckets"]
+
+
+def test_ddp_gives_all_ranks_the_same_buffers_at_the_same_forward_passes_after_a_fault() -> None:
+    """It does not in the pass after one without gradients: a validation of Lightning's goes through it."""
+
+    def make() -> tuple[Any, TorchTensors]:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, TorchTensors([model], [optimizer], is_known=True)
+
+    (model, tensors), (again, restored) = make(), make()
+    for is_training in (True, False):
+        with torch.set_grad_enabled(is_training):
+            model(torch.randn(3, 2))
+        assert model.will_sync_module_buffers() is is_training
+        restored.restore(tensors.capture()())
+        assert again.will_sync_module_buffers() is is_training

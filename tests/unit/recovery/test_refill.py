@@ -15,13 +15,11 @@ from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferReport
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
 
-FILLED = {1: (((0, 1), (0,)),)}
 HELD = {key: torch.full((1,), 5.0) for key in (WEIGHT, BUFFER, MOMENTUM)}
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Key], Any, list[Fill]]]:
-    """Record and return what this rank, number 1, sends."""
     calls: list[tuple[list[Key], Any, list[Fill]]] = []
 
     def send(tensors: Mapping[Key, torch.Tensor], objects: Any, fills: Sequence[Fill], on_bucket: Any) -> None:

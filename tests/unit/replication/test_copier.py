@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.replication import DirectoryStore, MemoryStore, PartStore, copier
@@ -20,6 +19,8 @@ from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from checkpointless.replication.store import _PartFile
 from checkpointless.replication.tiers import Copies, _Lineage
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 LIMIT_S = 120.0  # a loaded disk syncs for seconds
 FIRST = _Lineage("0" * 16).begin(0, 0)
@@ -35,7 +36,6 @@ class SlowStore(DirectoryStore):
         self.asked, self.go_on = threading.Event(), threading.Event()
 
     def write(self, part: Part, holder: int) -> None:
-        """Write when it is told to."""
         self.asked.set()
         assert self.go_on.wait(LIMIT_S)
         super().write(part, holder)
@@ -47,16 +47,8 @@ class GoneStore(DirectoryStore):
     over = threading.Event()
 
     def shelf(self, world_size: int) -> dict[SaveId, dict[int, list[_PartFile]]]:
-        """Do not answer."""
         self.over.wait(LIMIT_S)
         raise OSError("gone")
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Neighbor:
@@ -69,7 +61,6 @@ class Neighbor:
         self.error: Exception | None = None
 
     def exchange(self, part: Part | None, pool: HostMemoryPool) -> Iterator[tuple[int, Part]]:
-        """Give a part of rank 1."""
         assert self.go_on.wait(LIMIT_S)
         if self.error is not None:
             raise self.error

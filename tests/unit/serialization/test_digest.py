@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -202,6 +200,9 @@ def test_digests_that_step_files_record_stay_the_same() -> None:
     assert digest_value({"b": 1, "a": (1, [2])}) == "edc24cf7d225787d8deb3ba1ba66c713"
     assert digest_value(OrderedDict(a=tensor)) == "8c8135ba42d32e7fe5b108f8489afd70"
     assert digest_value(-0.0) == "5bd1bc2cd392072df907d805a86cb36e"
+    assert digest_value({"x", "y", "z"}) == "f0de5a56681c4692809237bce2ba01b6", (
+        "each process orders a set in another way"
+    )
 
 
 # --- Samples of tensors tell those apart that hold other elements, whatever they are laid out like ----------------
@@ -233,9 +234,6 @@ def test_another_element_is_noticed_in_that_tensor_alone(name: str) -> None:
 # --- That digests come back in order, and that the device is waited for once --------------------------------------
 
 
-PARTS = [torch.arange(count, dtype=torch.uint8) for count in (0, 1, 8, 100)]
-
-
 def test_bytes_that_change_later_are_digested_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "is_on_host", lambda flat: False)
     part = torch.arange(20, dtype=torch.uint8)
@@ -250,25 +248,10 @@ def test_bytes_that_change_later_are_digested_as_they_were(monkeypatch: pytest.M
 # --- Digests of states that do not consist of tensors alone -------------------------------------------------------
 
 
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=12,
-)
-
-
 @dataclass
 class Thing:
-    """Represents a value with parts of its own."""
-
     name: str
     parts: list[Any] = field(default_factory=list)
-
-
-@given(plain)
-def test_an_equal_value_has_the_same_digest(value: Any) -> None:
-    copy = {key: value[key] for key in reversed(value)} if isinstance(value, dict) else value
-    assert digest_value({"state": value}) == digest_value({"state": copy})
 
 
 @pytest.mark.parametrize(
@@ -324,13 +307,3 @@ def test_a_value_that_contains_itself_or_cannot_be_copied_has_a_digest() -> None
     assert digest_value(circle(1)) != digest_value(circle(2))
     assert digest_value(threading.Lock()) == digest_value(threading.Lock())
     assert digest_value(print) != digest_value(len)
-
-
-@pytest.mark.slow
-def test_another_process_gives_the_same_digest() -> None:
-    program = (
-        "from checkpointless.state.serialization.digest import digest_value as d\n"
-        "import torch; print(d({'a': {'x', 'y', 'z'}, 'b': [torch.arange(3), 1.5]}))"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
-    assert ended.stdout.strip() == digest_value({"b": [torch.arange(3), 1.5], "a": {"z", "y", "x"}})

@@ -26,8 +26,6 @@ PLAIN = st.recursive(
 
 
 class Box:
-    """Has plain data under one name."""
-
     name = "box"
 
     def __init__(self, **has: Any) -> None:

@@ -59,21 +59,32 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> CheckpointManager:
     return CheckpointManager()
 
 
-def journal_of(state: State, manager: CheckpointManager) -> tuple[StepJournal, Counting]:
-    front = Counting()
-    return StepJournal(state, manager, front), front
+@pytest.fixture
+def state() -> State:
+    return State()
 
 
-def make_ready(journal: StepJournal, state: State, step: int) -> None:
+@pytest.fixture
+def front() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def journal(state: State, manager: CheckpointManager, front: Counting) -> StepJournal:
+    return StepJournal(state, manager, front)
+
+
+def make_ready(journal: StepJournal, state: State) -> None:
+    """Load, and compute the gradients of step 1."""
+    journal.reached(0, SnapshotPoint.LOADED)
     state.weight.grad = torch.ones(2)
-    journal.ready(step)
+    journal.ready(1)
 
 
 def test_a_rank_that_has_a_snapshot_also_has_its_streams(
-    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+    journal: StepJournal, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault may interrupt the rank anywhere; a snapshot without streams cannot be resumed at."""
-    journal, _ = journal_of(State(), manager)
     store = manager.store_rng_states
 
     def interrupted(*_: object) -> None:
@@ -89,11 +100,10 @@ def test_a_rank_that_has_a_snapshot_also_has_its_streams(
     assert manager.own.streams.newest(4) is not None
 
 
-def test_a_commit_leaves_what_the_step_changed_and_the_rest_as_it_was_before(manager: CheckpointManager) -> None:
-    state = State()
-    journal, front = journal_of(state, manager)
-    journal.reached(0, SnapshotPoint.LOADED)
-    make_ready(journal, state, 1)
+def test_a_commit_leaves_what_the_step_changed_and_the_rest_as_it_was_before(
+    journal: StepJournal, state: State, front: Counting, manager: CheckpointManager
+) -> None:
+    make_ready(journal, state)
     assert journal.snapshots(0).keys() == {SnapshotPoint.LOADED}
     front.count = 1
     state.finish_update()
@@ -107,11 +117,8 @@ def test_a_commit_leaves_what_the_step_changed_and_the_rest_as_it_was_before(man
     assert manager.own.kept_at(1, SnapshotPoint.COMMITTED) == {"mine": 1}
 
 
-def test_an_update_is_finished_later_with_the_rates_that_it_was_to_have(manager: CheckpointManager) -> None:
-    state = State()
-    journal, _ = journal_of(state, manager)
-    journal.reached(0, SnapshotPoint.LOADED)
-    make_ready(journal, state, 1)
+def test_an_update_is_finished_later_with_the_rates_that_it_was_to_have(journal: StepJournal, state: State) -> None:
+    make_ready(journal, state)
     assert journal.buffers(1).keys() == {SnapshotPoint.COMMITTED}
     assert journal.snapshots(1)[SnapshotPoint.COMMITTED].objects["outcome"] == 1, "what it will leave is known"
     state.optimizer.param_groups[0]["lr"] = 7.0  # by a scheduler of the next entry
@@ -120,23 +127,19 @@ def test_an_update_is_finished_later_with_the_rates_that_it_was_to_have(manager:
     assert journal.newest == (1, SnapshotPoint.COMMITTED)
 
 
-def test_gradients_that_overflow_are_not_applied_later_either(manager: CheckpointManager) -> None:
-    state = State()
-    journal, front = journal_of(state, manager)
+def test_gradients_that_overflow_are_not_applied_later_either(
+    journal: StepJournal, state: State, front: Counting
+) -> None:
     front.ready = lambda step: Captured(is_skipped=True)  # type: ignore[method-assign]
-    journal.reached(0, SnapshotPoint.LOADED)
-    make_ready(journal, state, 1)
+    make_ready(journal, state)
     journal.finish_update()
     assert state.weight.tolist() == [1.0, 1.0]
     assert journal.newest == (1, SnapshotPoint.COMMITTED)
 
 
-def test_buffers_that_an_update_writes_to_are_those_after_it(manager: CheckpointManager) -> None:
-    state = State()
+def test_buffers_that_an_update_writes_to_are_those_after_it(journal: StepJournal, state: State) -> None:
     state.writes = True
-    journal, _ = journal_of(state, manager)
-    journal.reached(0, SnapshotPoint.LOADED)
-    make_ready(journal, state, 1)
+    make_ready(journal, state)
     assert journal.buffers(1)[SnapshotPoint.COMMITTED][BUFFER].item() == 0
     state.finish_update()
     journal.applied()
@@ -145,10 +148,8 @@ def test_buffers_that_an_update_writes_to_are_those_after_it(manager: Checkpoint
     assert snapshot.objects[UPDATED_BUFFERS] == [BUFFER]
 
 
-def test_a_point_whose_weights_are_others_now_is_not_resumed_at(manager: CheckpointManager) -> None:
+def test_a_point_whose_weights_are_others_now_is_not_resumed_at(journal: StepJournal, state: State) -> None:
     """A validation with other weights, after whose exchange the trainer has reached a point."""
-    state = State()
-    journal, _ = journal_of(state, manager)
     journal.reached(3, SnapshotPoint.COMMITTED)
     with torch.no_grad():
         state.weight.mul_(2.0)

@@ -27,7 +27,6 @@ ANY_GROUP = st.sets(st.integers(0, 40), min_size=1).map(lambda ranks: tuple(sort
 
 @st.composite
 def along_a_mesh(draw: st.DrawFn) -> Group:
-    """Return the ranks along some dimensions of a mesh."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     mesh = torch.arange(torch.Size(shape).numel()).view(shape)
     index = tuple(slice(None) if draw(st.booleans()) else draw(st.integers(0, size - 1)) for size in shape)
@@ -94,9 +93,6 @@ def test_a_tensor_in_no_part_or_in_two_is_refused(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(live, "replica_groups", lambda keys, wrong=wrong: wrong)
         with pytest.raises(RuntimeError, match=r"replica_groups\(\) divides 3 keys into [24]"):
             split(live, live.present)
-
-
-# --- Which ranks hold the same parts of DTensors, as their meshes and placements tell -----------------------------
 
 
 MESH = torch.arange(8).view(2, 2, 2)
@@ -174,7 +170,6 @@ def test_all_ranks_tell_the_same_groups(replicated: set[int]) -> None:
 
 @pytest.fixture
 def parameter(alone: None) -> torch.nn.Parameter:
-    """Return a parameter that is a DTensor."""
     mesh = init_device_mesh("cpu", (1,))
     return torch.nn.Parameter(distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]))
 
@@ -229,3 +224,25 @@ def test_a_state_that_is_divided_otherwise_is_unfit(parameter: torch.nn.Paramete
     reason = tensors.unfit()
     assert reason is not None
     assert "factor of parameter 0 is a DTensor that is divided otherwise" in reason
+
+
+@pytest.mark.usefixtures("alone")
+def test_of_a_dtensor_it_is_the_shard_of_this_rank() -> None:
+    spread = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    part = local_part(spread)
+    assert type(part) is torch.Tensor
+    part[1, 1] = 5.0
+    assert spread.full_tensor()[1, 1] == 5.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_module_of_dtensors_has_its_shards_under_its_keys() -> None:
+    module = torch.nn.Linear(2, 4, bias=False)
+    spread = distribute_tensor(module.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    module.weight = torch.nn.Parameter(spread)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    found = TrainingTensors([module], [optimizer]).tensors()
+    assert {key[-1] for key in found} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+    assert {type(tensor) for tensor in found.values()} == {torch.Tensor}

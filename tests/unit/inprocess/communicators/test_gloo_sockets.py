@@ -17,7 +17,6 @@ from tests.descriptors import descriptors
 
 
 def made(noted: _GlooSockets, make_group: Callable[[], object], backend: str | None = "gloo") -> None:
-    """Make a group as torch's factory does, with ``make_group``, while the sockets that it opens are recorded."""
     arguments = 4, 2, [0, 1, 2, 3], backend
     with noted.noting(*arguments):
         make_group()
@@ -42,7 +41,6 @@ def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypa
 
 
 def connected(address: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a connection as Python makes them."""
     with socket.create_server((address, 0)) as server:
         return socket.create_connection(server.getsockname()[:2]), server.accept()[0]
 
@@ -59,7 +57,6 @@ def connected_by_gloo() -> tuple[socket.socket, socket.socket]:
 
 
 def still_talk(mine: socket.socket, other: socket.socket) -> bool:
-    """Return whether a message arrives, and close both ends."""
     with mine, other:
         other.sendall(b"a logger's")
         mine.settimeout(60)
@@ -146,7 +143,6 @@ def test_marks_of_gloos_sockets() -> None:
 
 
 def listening(*, on_exec: bool = True, reuse: bool = False) -> socket.socket:
-    """Return a socket that listens; by default as NCCL's do."""
     made = socket.socket()
     made.set_inheritable(on_exec)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)

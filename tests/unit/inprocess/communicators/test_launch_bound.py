@@ -18,18 +18,14 @@ ROOT = Path(__file__).parents[4]
 
 
 class CountedEvent:
-    """Stands in for an event, and counts how many are recorded and not waited for."""
-
     open = 0
     most = 0
 
     def record(self) -> None:
-        """Count it."""
         CountedEvent.open += 1
         CountedEvent.most = max(CountedEvent.most, CountedEvent.open)
 
     def synchronize(self) -> None:
-        """Count it back."""
         CountedEvent.open -= 1
 
 
@@ -40,11 +36,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model(nn.Module):
-    """A model with layers between two others.
-
-    Args:
-        layers: how many.
-    """
+    """A model with layers between two others."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -97,8 +89,7 @@ _RANK = """
 import sys, threading, time
 import torch
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
-from tests.device.device import Device, Operation
-from tests.device.events import event_class
+from tests.device.device import Device, Operation, event_class
 
 torch.cuda.is_current_stream_capturing = lambda: False
 device = Device(queue=64, holds_lock_s=3.0)

@@ -1,8 +1,9 @@
-"""Test what is left of a generation's process groups when they are aborted or destroyed."""
+"""Test what is left of a generation's process groups, and with which settings they are made."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from checkpointless.inprocess.communicators import process_groups
 from checkpointless.inprocess.communicators import process_groups as group_owner
-from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, _ProcessGroups
+from checkpointless.inprocess.communicators.process_groups import (
+    MOST_COUNTS,
+    _CapturedGraphs,
+    _GraphGivenUpError,
+    _ProcessGroups,
+)
 from checkpointless.launcher.protocol.messages import FROM_RANK, Answer, encode
+from checkpointless.system import nccl
+from checkpointless.system.nccl import SETTINGS, apply, problem_of_version
 from tests.waiting import wait_until
 
 
@@ -54,7 +63,6 @@ def test_the_name_of_a_group_that_was_being_made_is_free_again(
 
 
 def run_loops() -> set[str]:
-    """Return gloo's threads of this process."""
     found = set()
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended
@@ -86,17 +94,12 @@ class FakeNCCL:
         self.aborts = 0
 
     def abort(self) -> None:
-        """Wait until all aborts have begun, as if for the device."""
         self.aborts += 1
         self._all_begun.wait(60)
 
 
 class FakeGroup:
-    """Stands in for a group with one backend, for GPUs.
-
-    Args:
-        backend: NCCL's.
-    """
+    """Stands in for a group with one backend, for GPUs."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -108,11 +111,7 @@ class FakeGroup:
 
 
 class Wrapper:
-    """Stands in for what torch puts around a backend to look at its collectives.
-
-    Args:
-        wrapped_pg: the backend.
-    """
+    """Stands in for what torch puts around a backend to look at its collectives."""
 
     def __init__(self, wrapped_pg: FakeNCCL) -> None:
         self.wrapped_pg = wrapped_pg
@@ -183,8 +182,6 @@ def test_the_debug_level_detail_is_lowered_with_a_warning(caplog: pytest.LogCapt
 
 
 class Rank:
-    """Stands in for a group of torch's, in which this rank has a number."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -223,3 +220,144 @@ def test_the_last_reference_is_never_dropped_by_the_thread_that_reaps() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert set(ended_in) == {"checkpointless-reaper"}
+
+
+# --- Graphs are given up beside an abort, but never while they are replayed ---------------------------------------
+
+
+class Graph:
+    """Stands in for ``torch.cuda.CUDAGraph``: it may be reset only while nobody replays it."""
+
+    def __init__(self, room: threading.Event | None = None) -> None:
+        self.replays = self.resets = 0
+        self.began = threading.Event()
+        self._room = room
+        self._is_replayed = False
+
+    def capture_end(self) -> None:
+        """Do nothing."""
+
+    def replay(self) -> None:
+        self._is_replayed = True
+        self.began.set()
+        if self._room is not None:
+            self._room.wait(60)
+        self._is_replayed = False
+        self.replays += 1
+
+    def reset(self) -> None:
+        assert not self._is_replayed, "it would be freed under the launch"
+        self.resets += 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> _CapturedGraphs:
+    made = _CapturedGraphs()
+    monkeypatch.setattr(Graph, "capture_end", made.noting(Graph.capture_end))
+    monkeypatch.setattr(Graph, "replay", made.replaying(Graph.replay))
+    return made
+
+
+def test_a_graph_is_not_reset_while_it_is_replayed(graphs: _CapturedGraphs) -> None:
+    aborted = threading.Event()  # the kernels before it, whose end makes room in the queue
+    graph = Graph(aborted)
+    graph.capture_end()
+    replaying = threading.Thread(target=graph.replay)
+    replaying.start()
+    assert graph.began.wait(60)
+    giving_up = threading.Thread(target=graphs.give_up)
+    giving_up.start()
+    giving_up.join(0.2)
+    assert graph.resets == 0
+    aborted.set()
+    giving_up.join(60)
+    replaying.join(60)
+    assert (graph.replays, graph.resets) == (1, 1)
+
+
+def test_a_graph_whose_capture_ends_after_the_abort_began_is_given_up(graphs: _CapturedGraphs) -> None:
+    late, next_generations = Graph(), Graph()
+    graphs.give_up()
+    late.capture_end()
+    assert late.resets == 1
+    with pytest.raises(_GraphGivenUpError):
+        late.replay()
+    graphs.begin_generation()
+    next_generations.capture_end()
+    next_generations.replay()
+    assert (next_generations.replays, next_generations.resets) == (1, 0)
+
+
+# --- Which variables of torch's and NCCL's a rank is given, and whose value counts --------------------------------
+
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def test_what_nobody_has_set_is_set(caplog: pytest.LogCaptureFixture) -> None:
+    environ: dict[str, str] = {}
+    assert apply(environ) == ()
+    assert environ == {name: setting.value for name, setting in SETTINGS.items()}
+    assert apply(environ) == ()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_users_own_value_counts_and_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    environ = {name: "3"}
+    assert apply(environ) == (name,)
+    assert environ[name] == "3"
+    (said,) = caplog.messages
+    assert said == f"{name}=3 is kept: {SETTINGS[name].otherwise}"
+
+
+@pytest.mark.parametrize(("launcher", "kept"), [({"TORCHELASTIC_RUN_ID": "a"}, "0"), ({}, "1")])
+def test_what_torchrun_gives_to_every_rank_is_no_users_wish(launcher: dict[str, str], kept: str) -> None:
+    environ = {HANDLING: "1", **launcher}
+    apply(environ)
+    assert environ[HANDLING] == kept
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_groups_are_made_with_these_settings_where_there_is_nccl(
+    there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl, "in_force", lambda: (2, 21, 5))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: there)
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    groups = _ProcessGroups()
+    groups.install()
+    groups.uninstall()
+    assert [os.environ.get(name) for name in SETTINGS] == (
+        [setting.value for setting in SETTINGS.values()] if there else [None] * len(SETTINGS)
+    )
+    assert [text.startswith("NCCL 2.21.5: ") for text in caplog.messages] == [True] * there
+
+
+@pytest.mark.parametrize(
+    ("version", "is_fine"), [((2, 26, 2), True), ((2, 30), True), ((2, 26, 1), False), ((2, 9), False)]
+)
+def test_a_version_whose_aborts_may_deadlock_is_named(version: tuple[int, ...], is_fine: bool) -> None:
+    assert (problem_of_version(version) is None) is is_fine
+
+
+@pytest.mark.parametrize(
+    ("version", "users", "said"),
+    [("2.13.0", None, 0), ("2.15.0+cu132", None, 1), ("3.0", None, 1), ("2.15.0", "0", 0)],
+)
+def test_nccl_means_what_it_meant_before_torch_2_15(
+    version: str, users: str | None, said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", process_groups.__name__)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    if users is not None:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", users)
+    process_groups._prepare_nccl()
+    assert os.environ["TORCH_DIST_USE_NCCL2"] == "0"
+    assert [text.startswith("nccl means torch's former") for text in caplog.messages] == [True] * said

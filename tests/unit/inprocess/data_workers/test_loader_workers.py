@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from checkpointless.callbacks import trainer_parts
+from checkpointless.callbacks import trainer_parts  # noqa: F401 - which knows where a trainer has its loaders
 from checkpointless.inprocess import HPDataLoaderAbort, HPState
 from checkpointless.inprocess.abort import share_socket_folder
 from checkpointless.system import temp_folder
@@ -39,8 +39,6 @@ def variable_of_a_caller(name: str) -> Any:
 
 
 class Eight(Dataset[Any]):
-    """Has eight items."""
-
     def __len__(self) -> int:
         return 8
 
@@ -61,8 +59,6 @@ class Long(Eight):
 
 
 class Stubborn(Eight):
-    """Keeps its worker from ending when it is asked to."""
-
     def __getitem__(self, index: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return index
@@ -84,8 +80,6 @@ class DiesBetweenOpenAndUnlink(Eight):
 
 
 class Object:
-    """Has the given attributes, and can be referred to weakly."""
-
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
@@ -112,7 +106,6 @@ def iterator_of() -> Iterator[Callable[[Dataset[Any]], Any]]:
 def abort(iterator: Any) -> None:
     loader = Object(_iterator=Object(iterators=[iterator]))
     trainer = Object(fit_loop=Object(_combined_loader=loader))
-    trainer_parts.install()
     data_loader_abort = HPDataLoaderAbort()
     data_loader_abort.register_attributes(trainer)
     data_loader_abort(STATE)

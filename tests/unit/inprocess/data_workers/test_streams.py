@@ -9,20 +9,14 @@ import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
 from checkpointless.inprocess.worker_streams import _WorkerStreams, epochs_begun
-from checkpointless.recovery import Place, seed_data_workers
+from checkpointless.recovery import seed_data_workers
 
 
 def ignore(worker_id: int) -> None:
     """Stand in for a user's ``worker_init_fn``."""
 
 
-def later() -> Place:
-    return Place(3, 7)
-
-
 class OwnWorkers(DataLoader[int]):
-    """Represents a loader that does not start torch's workers."""
-
     def _get_iterator(self) -> Any:
         return iter(())
 

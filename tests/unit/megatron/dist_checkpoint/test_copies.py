@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from checkpointless.integrations.megatron.dist_checkpoint import copies as copies_module
 from checkpointless.megatron.dist_checkpoint import Copies
@@ -16,16 +14,9 @@ from checkpointless.replication import MemoryStore, register_store
 from checkpointless.replication.parts import Content, Part, SaveId
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.nemo
+pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("alone")]
 LIMIT_S = 30.0
 SAVES = [SaveId(number, f"{number:024x}") for number in range(6)]
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def save(copies: Copies, number: int, is_whole: bool = True) -> torch.Tensor:

@@ -1,25 +1,22 @@
-"""Test names, parts, identities and registration, without ranks.
-
-By hand with another Megatron-core, which is not installed beside NeMo:
-
-    pip install --no-deps --target /tmp/mc16 'megatron-core==0.16.*'
-    PYTHONPATH=/tmp/mc16 python -m pytest tests/unit/megatron/dist_checkpoint
-"""
+"""Test names, parts, identities and registration, and who sends what to whom, without ranks."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import torch
 
 pytest.importorskip("megatron.core.dist_checkpointing.strategies.base", reason="gone from Megatron-core 0.19")
 
+import msgspec
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.base import (
@@ -33,10 +30,14 @@ from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
     _Chunk,
     _content_of,
     _decoded,
+    _deliveries_of,
     _encoded,
     _Identity,
     _name_of,
+    _Need,
+    _needs_of,
     _read_identity,
+    _readers_of,
     _values_of,
     _values_to_keep,
     _write_identity,
@@ -52,12 +53,13 @@ from checkpointless.megatron.dist_checkpoint import (
 from checkpointless.replication.parts import PartError, SaveId
 
 pytestmark = pytest.mark.nemo
+pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
+
 SAVES = [SaveId(number, f"{number:024x}") for number in range(4)]
 IDENTITY = _Identity(str(SAVES[1]), "run/weights", 4)
 
 
 def leaves() -> list[ShardedTensor | ShardedObject]:
-    """Return leaves of different kinds."""
     return [
         ShardedTensor.from_rank_offsets("weight", torch.randn(4, 3), (0, 1, 2), replica_id=(0, 0, 1)),
         ShardedTensor.from_rank_offsets("layers", torch.randn(5).bfloat16(), (0, 1, 2), prepend_axis_num=1),
@@ -130,3 +132,44 @@ def test_they_are_registered_and_unregistered() -> None:
         unregister()
     assert type(get_default_save_sharded_strategy()) is TorchDistSaveShardedStrategy
     assert not are_defaults()
+
+
+# --- Everything is read and sent once, evenly, and many pairs work at a time --------------------------------------
+
+WORLD = 6
+CHUNKS = [f"chunk {number}" for number in range(20)]
+wishes = st.lists(st.sets(st.sampled_from(CHUNKS)), min_size=WORLD, max_size=WORLD)
+sizes = st.lists(st.integers(0, 1000), min_size=20, max_size=20)
+
+
+@given(wishes, sizes, st.lists(st.integers(0, WORLD - 1), min_size=20, max_size=20))
+def test_each_chunk_is_read_once_and_sent_once_to_each_rank_that_needs_it(
+    wishes: list[set[str]], sizes: list[int], sources: list[int]
+) -> None:
+    about, source_of = dict(zip(CHUNKS, sizes)), dict(zip(CHUNKS, sources))
+    needs = _needs_of([{id_: about[id_] for id_ in each} for each in wishes])
+    readers = _readers_of(needs)
+    assert readers.keys() == needs.keys() == set().union(*wishes)
+    assert all(id_ in wishes[rank] for id_, rank in readers.items())
+    known = {id_: source_of[id_] for id_ in needs}
+    sent = Counter((each.destination, id_) for each in _deliveries_of(known, needs, WORLD) for id_ in each.names)
+    wanted = {(rank, id_) for rank, each in enumerate(wishes) for id_ in each if source_of[id_] != rank}
+    assert sent == Counter(wanted)
+
+
+@given(sizes)
+def test_what_all_need_is_read_evenly(sizes: list[int]) -> None:
+    readers = _readers_of({id_: _Need(size, [*range(WORLD)]) for id_, size in zip(CHUNKS, sizes)})
+    load = Counter({rank: 0 for rank in range(WORLD)})
+    for id_, size in zip(CHUNKS, sizes):
+        load[readers[id_]] += max(1, size)
+    assert max(load.values()) - min(load.values()) <= max(1, *sizes)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 64])
+def test_when_all_send_to_all_many_pairs_work_at_the_same_time(world: int) -> None:
+    needs = {str(rank): _Need(1, [*range(world)]) for rank in range(world)}
+    free = [0] * world  # by rank, when it has made its deliveries so far
+    for each in _deliveries_of({str(rank): rank for rank in range(world)}, needs, world):
+        free[each.source] = free[each.destination] = max(free[each.source], free[each.destination]) + 1
+    assert max(free) <= 2 * world  # each rank sends to and receives from every other one

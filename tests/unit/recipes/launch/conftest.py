@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.recipes.launch.pod import FAKE_AGENT, FAKE_COORDINATOR, put
+from tests.unit.recipes.launch.scripts import FAKE_AGENT, FAKE_COORDINATOR, put
 
 
 @pytest.fixture
 def bin_dir(tmp_path: Path) -> Path:
-    """Make a folder for commands of our own, with a `checkpointless` that writes down its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     put(folder, "checkpointless", FAKE_AGENT)

@@ -12,12 +12,10 @@ from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.observability.telemetry.scribe import scribe
-from tests.unit.recipes.launch.manifests import script_of
-from tests.unit.recipes.launch.pod import options_of, pod_environment, run_coordinator, run_pod
+from tests.unit.recipes.launch.scripts import options_of, pod_environment, run_coordinator, run_pod, script_of
 
 
 def took_part(tmp_path: Path, node: int) -> None:
-    """Have the run directory say that the agent of ``node`` was let in."""
     (tmp_path / "run").mkdir(exist_ok=True)
     log = EventLog(tmp_path / "run" / EVENTS_FILE, node=node)
     log.emit(EventName.JOB, "begin", generation=0, nproc=32, nnodes=4)

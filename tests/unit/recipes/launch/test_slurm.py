@@ -9,9 +9,7 @@ import pytest
 
 from checkpointless.cli.commands.run import COORDINATOR
 from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
-from tests.unit.recipes.launch.batch import coordinated, run_sbatch, sbatch_environment
-from tests.unit.recipes.launch.manifests import SBATCH
-from tests.unit.recipes.launch.pod import options_of
+from tests.unit.recipes.launch.scripts import SBATCH, coordinated, options_of, run_sbatch, sbatch_environment
 
 pytestmark = pytest.mark.slow
 

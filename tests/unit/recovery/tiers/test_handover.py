@@ -99,8 +99,6 @@ def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.Monke
 
 
 class Trained:
-    """A training that holds the gradients of step 8."""
-
     def __init__(self) -> None:
         self.step = 7
 

@@ -24,17 +24,13 @@ pytestmark = pytest.mark.nemo
 
 
 def taken(trainer: Any) -> dict[str, Any]:
-    """Return what was logged and accumulated, as plain data."""
     return Accumulated(trainer)()
 
 
 class Strategy:
-    """Stands in for a strategy, as far as results ask it."""
-
     root_device = torch.device("cpu")
 
     def reduce(self, value: Any, group: Any = None, reduce_op: Any = None) -> Any:
-        """Reduce over one rank, which changes nothing."""
         return value
 
 
@@ -50,7 +46,6 @@ class Module(torch.nn.Module):
 
 
 def trainer_of() -> Any:
-    """Make a stand-in for a trainer, with results and metrics of its own."""
     trainer: Any = SimpleNamespace(
         lightning_module=Module(),
         strategy=Strategy(),
@@ -62,7 +57,6 @@ def trainer_of() -> Any:
 
 
 def log(trainer: Any, value: float, group: Any = None) -> None:
-    """Log a value as a training step does."""
     module, connector = trainer.lightning_module, trainer._logger_connector
     connector._first_loop_iter = connector._first_loop_iter is None
     connector._current_fx = "training_step"
@@ -82,7 +76,6 @@ def log(trainer: Any, value: float, group: Any = None) -> None:
 
 
 def ended(trainer: Any) -> dict[str, Any]:
-    """Return what the epoch came to."""
     found = trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
     module = trainer.lightning_module
     return {

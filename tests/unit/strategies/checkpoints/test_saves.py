@@ -16,18 +16,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint import CheckpointException
-
-from checkpointless.state.port import SnapshotPoint
 
 pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
+import torch
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import CheckpointException
 
+from checkpointless.inprocess import StateLostError, UnrecoverableError
 from checkpointless.integrations.lightning.checkpoints import saves
+from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.integrations.lightning.checkpoints.saves import (
     Saves,
     _books_of,
@@ -42,14 +43,12 @@ from checkpointless.integrations.lightning.checkpoints.saves import (
     _write_buckets,
     remove_whole,
 )
+from checkpointless.state.port import SnapshotPoint
 
 pytestmark = pytest.mark.nemo
 
 
-# ---- what two ranks that are in the same place agree on
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
 
@@ -64,7 +63,6 @@ class Job:
         self.begin()
 
     def begin(self) -> None:
-        """Make a new trainer, with a queue that is empty."""
         self.queue = SimpleNamespace(async_calls=deque(), call_idx=-1)
         self.strategy: Any = SimpleNamespace(
             checkpoint_io=SimpleNamespace(async_calls_queue=self.queue),
@@ -100,12 +98,10 @@ class Job:
         self.saves.agree(None if step is None else (step, stage), self.strategy)
 
     def leave(self) -> None:
-        """Leave the block."""
         self.saves.keep_pending(self.strategy.checkpoint_io)
         self.begin()
 
 
-@pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("finish", ["again", None])
 def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now(finish: str | None) -> None:
     job = Job()
@@ -116,7 +112,6 @@ def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now(finish: str | 
     assert job.did == ["made", "Megatron's end", *([finish] if finish else [])]
 
 
-@pytest.mark.usefixtures("alike")
 def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(value: object) -> list[object]:
         raise RuntimeError("aborted")
@@ -133,7 +128,6 @@ def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.Monke
     assert job.did == ["made", "Megatron's end", "again"]
 
 
-@pytest.mark.usefixtures("alike")
 def test_a_save_whose_end_was_interrupted_is_made_again() -> None:
     job = Job()
     job.save("/c/a", 10, "before")
@@ -144,7 +138,6 @@ def test_a_save_whose_end_was_interrupted_is_made_again() -> None:
     assert job.did == ["made", "made", "Megatron's end", "again"]
 
 
-@pytest.mark.usefixtures("alike")
 def test_a_save_that_was_ended_is_not_made_again(tmp_path: Path) -> None:
     job, path = Job(), tmp_path / "a"
     path.mkdir()
@@ -158,7 +151,6 @@ def test_a_save_that_was_ended_is_not_made_again(tmp_path: Path) -> None:
     assert job.queue.call_idx == 0
 
 
-@pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize(
     ("there", "faults", "step", "times"),
     [
@@ -183,7 +175,6 @@ def test_what_was_saved_at_once_is_made_again_unless_it_is_there(
     assert job.did == ["made"] * times
 
 
-@pytest.mark.usefixtures("alike")
 def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
     job.save("/c/a", 10)
@@ -214,7 +205,6 @@ def test_a_process_that_knows_nothing_of_a_save_ends_it_with_the_others() -> Non
     assert job.queue.call_idx == 0
 
 
-@pytest.mark.usefixtures("alike")
 def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> None:
     """NeMo passes over an error at the barrier before it removes the mark, and removes what is marked."""
     job, path = Job(), tmp_path / "a"
@@ -227,7 +217,6 @@ def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> 
     assert job.did.count("made") == 2
 
 
-@pytest.mark.usefixtures("alike")
 def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -245,7 +234,6 @@ def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch:
     assert job.did == ["made", "made"]
 
 
-@pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_save_that_is_lost_takes_no_other_along_and_stays_if_it_is_whole(tmp_path: Path, is_whole: bool) -> None:
     """NeMo removes the mark when all ranks have written, and then links the last checkpoint, and waits for all."""
@@ -274,10 +262,6 @@ def test_a_save_that_is_lost_takes_no_other_along_and_stays_if_it_is_whole(tmp_p
     assert len(job.queue.async_calls) == 1
 
 
-# ---- what callbacks count
-
-
-@pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("is_new_process", [False, True])
 def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_new_process: bool) -> None:
     """Else the next save would not remove it, and it would stay for ever."""
@@ -298,9 +282,6 @@ def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_n
         job.saves._lost = known
     job.saves.forget_lost([callback, object()])
     assert callback.last_model_path == older
-
-
-# --- What the ranks conclude of a save from what each of them says of it ------------------------------------------
 
 
 def says(state: str, number: int | None = 0, passed: bool = True) -> _Word:
@@ -333,9 +314,6 @@ def test_nothing_goes_on_where_a_trainer_saves_nothing_in_the_background() -> No
     assert _fate([says("pending", passed=False)] * 2, in_background=False) == "lost"
 
 
-# --- Whose the reports of the writers of background saves are after a fault ---------------------------------------
-
-
 def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
     before = filesystem_async._get_write_results_queue()
     before.put("of a save that was interrupted")
@@ -363,11 +341,7 @@ def test_reports_whose_process_is_gone_are_made_anew(monkeypatch: pytest.MonkeyP
     assert again.get_nowait() == "of the next save"
 
 
-# --- That the books of checkpoint callbacks are right when a save has failed --------------------------------------
-
-
 def callback_with(**models: float) -> Any:
-    """Return a callback that keeps the two best."""
     callback = ModelCheckpoint(dirpath="/ckpt", monitor="loss", save_top_k=2)
     callback.best_k_models = {f"/ckpt/{name}.ckpt": torch.tensor(score) for name, score in models.items()}
     callback.last_model_path = "/ckpt/old-last.ckpt"
@@ -424,14 +398,10 @@ def test_a_background_save_that_fails_later_is_struck_out() -> None:
     assert books(callback) == RIGHT
 
 
-# --- What a rank does about saves that fail: who gives up what, and why -------------------------------------------
-
-
 class Rank:
     """Represents rank 0 of two that are in the same place, at the end of step 3."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
         self.removed: list[str] = []
         monkeypatch.setattr(saves, "_remove", self.removed.extend)
         self.saves = saves.Saves()
@@ -516,9 +486,6 @@ def test_an_error_of_torch_on_a_full_disk_is_said_to_be_that(
     assert rank.failed.raised == (3, "No space left on device")
 
 
-# --- That a checkpoint that is removed is whole or marked at every moment -----------------------------------------
-
-
 def checkpoint(folder: Path) -> Path:
     path = folder / "it-step=3-last"
     (path / "weights").mkdir(parents=True)
@@ -545,9 +512,6 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_nothing_that_passes_for_one
     assert not list(tmp_path.iterdir())
 
 
-# --- The processes that write a rank's part of a checkpoint -------------------------------------------------------
-
-
 def written(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> Any:
     """Return what a rank is told when each of its writers does one of ``acts``."""
 
@@ -565,12 +529,6 @@ def written(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> Any:
 def test_each_writers_results_are_told_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     large = [b"x" * 100_000] * 3  # more than a pipe holds
     assert written(monkeypatch, lambda: ["a"], lambda: large) == {0: ["a"], 1: large}
-
-
-def test_an_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = written(monkeypatch, lambda: ["a"], lambda: OSError(28, "No space left on device"))
-    assert isinstance(error, OSError)
-    assert error.errno == 28
 
 
 @pytest.mark.parametrize(
@@ -597,3 +555,56 @@ def test_writers_do_not_outlive_an_interruption(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyboardInterrupt):
         written(monkeypatch, lambda: time.sleep(50))
     assert set(multiprocessing.active_children()) <= before
+
+
+# --- How storage is read, and what is said of what cannot be ------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_only": True}], ids=["2.4", "2.6"])
+def test_how_storage_is_read_is_passed_on(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        _CheckpointConnector, "resume_start", lambda _, path, **options: asked.append((path, options))
+    )
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), lightning_module=None)
+    CheckpointlessCompatibleConnector(trainer).resume_start("a.ckpt", **options)
+    assert asked == [("a.ckpt", options)]
+
+
+@pytest.mark.parametrize(
+    ("delayed", "where"),
+    [
+        (None, "(fit() was given no ckpt_path)"),
+        (SimpleNamespace(looks_in="runs/gpt/checkpoints", setup=lambda *_, **__: None), "(looked for in runs/gpt"),
+    ],
+)
+def test_the_last_line_says_where_a_checkpoint_was_looked_for(delayed: Any, where: str) -> None:
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(), lightning_module=None, ckpt_path=None, fresume=delayed
+    )
+    manager = SimpleNamespace(refusal="all holders died", verdict=None, allow_restart_from_scratch=False)
+    call = SimpleNamespace(high_water=4)
+    with pytest.raises(StateLostError) as caught:
+        CheckpointlessCompatibleConnector(trainer)._from_storage(None, {}, manager, call)
+    assert f"all holders died; there is no checkpoint on storage to fall back to {where}" in str(caught.value)
+
+
+@pytest.mark.parametrize("others", [["x-step=1-last"], []])
+def test_a_checkpoint_that_cannot_be_loaded_is_named_and_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[str]
+) -> None:
+    def resume_start(*_: Any, **__: Any) -> None:
+        raise RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory")
+
+    monkeypatch.setattr(_CheckpointConnector, "resume_start", resume_start)
+    damaged = tmp_path / "x-step=3-last" / "weights"
+    for folder in (*(tmp_path / each for each in others), damaged):
+        folder.mkdir(parents=True)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), lightning_module=None)
+    manager = SimpleNamespace(refusal="all holders died", verdict=None)
+    call = SimpleNamespace(high_water=4, generation=1, incident="1")
+    with pytest.raises(UnrecoverableError) as caught:
+        CheckpointlessCompatibleConnector(trainer)._from_storage(damaged, {}, manager, call)
+    said = str(caught.value)
+    assert f"the checkpoint {damaged.parent} cannot be loaded (RuntimeError: PytorchStreamReader failed" in said
+    assert ("the one before it, x-step=1-last" if others else f"no other is in {tmp_path}") in said

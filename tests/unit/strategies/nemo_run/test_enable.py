@@ -29,8 +29,6 @@ pytestmark = pytest.mark.nemo
 
 @dataclass(frozen=True)
 class Published:
-    """Represents a recipe of the collection, as its documentation has it made."""
-
     module: str
     kind: str = "pretrain"
     replicas: int = 2
@@ -133,8 +131,6 @@ def test_it_survives_the_way_that_nemo_run_sends_it() -> None:
 
 @dataclass
 class Counted:
-    """Represents something that a recipe has made."""
-
     name: str
     made = 0
 
@@ -143,8 +139,6 @@ class Counted:
 
 
 class Seen(Callback):
-    """Represents a callback that is an object in the recipe, not a configuration."""
-
     def __init__(self) -> None:
         self.calls = 0
 

@@ -1,8 +1,9 @@
-"""Test groups that a helper thread makes: the main thread can be interrupted, and torch sees the same class."""
+"""Test that making a group and waiting for gloo can be interrupted, and that NCCL's waits stay as they are."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from checkpointless.inprocess.communicators.waits import _InterruptibleGloo
+from checkpointless.inprocess.communicators.waits import _interruptible_wait, _InterruptibleGloo
 from checkpointless.inprocess.exceptions import RankShouldRestart
 from checkpointless.inprocess.fault_responder import MainThread
 
@@ -25,8 +27,6 @@ c10d: Any = distributed_c10d  # Any: the tests replace its class
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what replaces torch's class, or another one."""
-
     def replace(original: Any = dist.ProcessGroupGloo) -> None:
         monkeypatch.setattr(c10d, "ProcessGroupGloo", _InterruptibleGloo(original))
 
@@ -44,7 +44,6 @@ class Waits:
     """Stands in for gloo's class: it waits in C, where no interruption is handled."""
 
     def __init__(self, seconds: float) -> None:
-        self.made_in = threading.current_thread()
         time.sleep(seconds)
 
 
@@ -122,6 +121,76 @@ def test_two_ranks_are_connected_when_their_group_has_been_made(
 
 
 def established() -> set[tuple[Any, ...]]:
-    """Return both ends of each of this process's connections."""
     found = psutil.Process().net_connections("tcp")
     return {(each.laddr, each.raddr) for each in found if each.status == psutil.CONN_ESTABLISHED}
+
+
+GIVEN_UP_S = 20.0
+
+
+class Interruption(BaseException):
+    """Stands for the interruption of a block."""
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+
+def pair() -> list[Any]:
+    store, limit = dist.HashStore(), timedelta(seconds=GIVEN_UP_S)
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(lambda rank: c10d.ProcessGroupGloo(store, rank, 2, limit), range(2)))
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "barrier"])
+def test_a_wait_for_a_rank_that_does_not_come_is_interrupted_where_there_is_cuda(
+    on_a_gpu: None, collective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = pair()
+    monkeypatch.setattr(c10d.Work, "wait", _interruptible_wait(c10d.Work.wait))
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interruption
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    began_s = time.monotonic()
+    tensors = [torch.ones(2)]
+    try:
+        work = ranks[0].allreduce(tensors) if collective == "allreduce" else ranks[0].barrier()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Interruption):
+            work.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began_s < GIVEN_UP_S / 2
+    late = ranks[1].allreduce([torch.ones(2)]) if collective == "allreduce" else ranks[1].barrier()
+    late.wait()
+    work.wait()
+    assert tensors[0].tolist() == ([2.0, 2.0] if collective == "allreduce" else [1.0, 1.0])
+
+
+class WorkOfNCCL:
+    def __init__(self) -> None:
+        self.waits: list[tuple[Any, ...]] = []
+
+    def get_future_result(self) -> object:
+        return object()
+
+    def is_completed(self) -> bool:
+        return False
+
+    def _get_op_type(self) -> int:
+        return 1
+
+
+def test_a_wait_of_nccl_has_no_time_limit_that_would_abort_its_communicator(on_a_gpu: None) -> None:
+    def wait(work: WorkOfNCCL, *timeout: timedelta) -> bool:
+        work.waits.append(timeout)
+        return True
+
+    work: Any = WorkOfNCCL()
+    assert _interruptible_wait(wait)(work)
+    assert work.waits == [()]

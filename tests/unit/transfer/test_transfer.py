@@ -1,7 +1,8 @@
-"""Test how much is under way, and that groups of messages never wait for each other in a circle."""
+"""Buckets cover every byte once and are never too large, and groups of messages never wait in a circle."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,31 +12,108 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.state.serialization.digest import PendingDigests, _digest_bytes
+from checkpointless.transfer import transfer as staging
 from checkpointless.transfer import transfer as window_module
 from checkpointless.transfer.exchange import Message
-from checkpointless.transfer.transfer import IN_FLIGHT, _Parcel, _Window
+from checkpointless.transfer.transfer import (
+    IN_FLIGHT,
+    MEMORY_BUDGET_BYTES,
+    PACKED_BYTES,
+    _bucket_bytes_of,
+    _in_place,
+    _Parcel,
+    _Plan,
+    _plan_buckets,
+    _size_of,
+    _Slice,
+    _Staging,
+    _unpack,
+    _Window,
+)
 from tests.drawn import examples
+
+
+@given(st.integers(1, 2**40))
+def test_buckets_in_flight_stay_within_the_budget(budget: int) -> None:
+    assert 0 < _bucket_bytes_of(budget) <= max(1, budget / IN_FLIGHT)
+
+
+@pytest.mark.parametrize("budget", [1, 2**20, MEMORY_BUDGET_BYTES])
+def test_buffers_of_packed_buckets_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    monkeypatch.setattr(staging, "wire_device", lambda: torch.device("cpu"))
+    plan = _Plan.of([torch.empty(3, dtype=torch.uint8)] * 2, [], _bucket_bytes_of(budget), 1)
+    buffer = _Staging([plan]).take(_size_of(plan.buckets[0]))
+    assert buffer.numel() * IN_FLIGHT <= max(IN_FLIGHT, budget)
+
+
+def test_the_sizes_of_the_default_budget() -> None:
+    bucket_bytes = _bucket_bytes_of(MEMORY_BUDGET_BYTES)
+    assert bucket_bytes == 16 * 2**20
+    small, large = PACKED_BYTES // 2 - 1, 40 * 2**20
+    sizes = [_size_of(bucket) for bucket in _plan_buckets([small, small, small, large], bucket_bytes)]
+    assert sorted(sizes) == [small, 2 * small, 8 * 2**20, 16 * 2**20, 16 * 2**20]
+
+
+@given(
+    st.lists(st.integers(0, 50), max_size=9),
+    st.lists(st.integers(0, 50), max_size=9),
+    st.integers(1, 40),
+)
+def test_every_byte_comes_once_in_order_and_those_of_objects_from_the_first_holder(
+    shard: list[int], inside: list[int], bucket_bytes: int
+) -> None:
+    places = 5
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in [*shard, *inside]]
+    plan = _Plan.of(tensors[: len(shard)], tensors[len(shard) :], bucket_bytes, places)
+    assert all(map(operator.is_, plan.tensors, tensors))
+    seen = [
+        (part.index, byte) for bucket in plan.buckets for part in bucket for byte in range(part.start, part.stop)
+    ]
+    assert sorted(seen) == [(index, byte) for index, size in enumerate(shard + inside) for byte in range(size)]
+    sender = {index: place for place, indices in enumerate(plan.by_place) for index in indices}
+    assert sorted(sender) == list(range(len(plan.buckets)))
+    for index, bucket in enumerate(plan.buckets):
+        of_objects = bucket[0].index >= len(shard)
+        assert all((part.index >= len(shard)) is of_objects for part in bucket)
+        assert sender[index] == (0 if of_objects else index % places)
+        assert 0 < _size_of(bucket) <= bucket_bytes
+        lying = [(part.index, part.start) for part in bucket]
+        assert lying == sorted(lying)
+
+
+@pytest.fixture(autouse=True)
+def the_wire_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "wire_device", lambda: torch.device("cpu"))
+
+
+def test_one_element_among_others_is_a_piece_of_memory() -> None:
+    one, room = torch.arange(3.0).reshape(1, 3)[:, 1], torch.zeros(1, 3)[:, 1]
+    assert one.is_contiguous()
+    assert one.stride() == (3,)
+    bucket = (_Slice(0, 0, 4),)
+    piece = _in_place([one], bucket)
+    assert piece is not None
+    assert piece.view(torch.float32).tolist() == [1.0]
+    digests = PendingDigests()
+    _unpack([room], bucket, piece, digests)
+    assert room.tolist() == [1.0]
+    assert digests.fetch() == [_digest_bytes(piece)]
+
+
+# --- How much is under way, and that groups of messages never wait for each other in a circle ---------------------
 
 Planned = tuple[int, tuple[int, ...]]  # the bucket, and the ranks at the other end
 
 
 class Work:
-    """Plays what is waited for."""
-
     def wait(self) -> None:
         """Wait for nothing."""
 
 
 @dataclass
 class Rank:
-    """Records the groups that one rank launches.
-
-    Attributes:
-        groups: the messages of each group, as the bucket's number and the peer.
-        under_way: the parcels that are not finished.
-        most: most parcels that were under way at once.
-        finished: the buckets, as they were finished.
-    """
+    """Records the groups that one rank launches."""
 
     groups: list[list[tuple[int, int]]] = field(default_factory=list)
     under_way: list[_Parcel] = field(default_factory=list)
@@ -43,17 +121,14 @@ class Rank:
     finished: list[int] = field(default_factory=list)
 
     def launch(self, messages: Sequence[Message]) -> list[Work]:
-        """Launch a group."""
         self.groups.append([(int(tensor[0]), peer) for _, tensor, peer in messages])
         return [Work()]
 
     def finish(self, parcel: _Parcel) -> None:
-        """Finish a parcel."""
         self.under_way.remove(parcel)
         self.finished.append(parcel.index)
 
     def run(self, planned: Sequence[Planned], ahead: bool = True) -> None:
-        """Send or receive buckets in a window."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(window_module, "runs_ahead", lambda: ahead)
             patch.setattr(window_module, "launch", self.launch)

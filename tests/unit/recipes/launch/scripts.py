@@ -1,4 +1,4 @@
-"""Run the shell scripts of the pods, with a `checkpointless` that writes down its arguments."""
+"""Read and run what is in recipes/launch, with stand-ins for what Slurm and Kubernetes bring."""
 
 import argparse
 import os
@@ -6,10 +6,51 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from checkpointless.cli import command_line
 from checkpointless.system.environment import TOKEN_ENV
-from tests.unit.recipes.launch.manifests import script_of
+
+ROOT = Path(__file__).parents[4]
+LAUNCH = ROOT / "recipes" / "launch"
+SBATCH = LAUNCH / "slurm.sbatch"
+POD_FILES = ("jobset.yaml", "trainingruntime.yaml")
+
+
+def loaded(name: str) -> Any:
+    return yaml.safe_load((LAUNCH / name).read_text())
+
+
+def set_of(name: str) -> dict[str, Any]:
+    spec = loaded(name)["spec"]
+    return spec if "replicatedJobs" in spec else spec["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def job_of(name: str, job: str = "node") -> dict[str, Any]:
+    """Return one of the two Jobs that the file has JobSet make."""
+    (replicated,) = (each for each in set_of(name)["replicatedJobs"] if each["name"] == job)
+    assert replicated["replicas"] == 1
+    return replicated["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def container_of(name: str, job: str = "node") -> dict[str, Any]:
+    (container,) = job_of(name, job)["template"]["spec"]["containers"]
+    assert container["name"] == job
+    return container  # type: ignore[no-any-return]
+
+
+def script_of(name: str, job: str = "node") -> str:
+    container = container_of(name, job)
+    words = [*container["command"], *container.get("args", [])]
+    assert words[:2] == ["bash", "-c"]
+    return str(words[2])
+
+
+def env_of(name: str, job: str = "node") -> dict[str, Any]:
+    return {each["name"]: each for each in container_of(name, job)["env"]}
+
 
 FAKE_AGENT = """\
 #!/bin/bash
@@ -80,14 +121,54 @@ def pod_environment(tmp_path: Path, index: int, **more: str) -> dict[str, str]:
 
 
 def run_pod(tmp_path: Path, index: int, **more: str) -> int:
-    """Run a pod's script and return its exit status."""
     words = ["bash", "-c", script_of("jobset.yaml"), "node", "train.py", "--lr", "1e-3"]
     return subprocess.run(words, env=pod_environment(tmp_path, index, **more), timeout=30).returncode
 
 
 def run_coordinator(tmp_path: Path, **more: str) -> int:
-    """Run the script of the coordinator's pod and return its exit status."""
     words = ["bash", "-c", script_of("jobset.yaml", "coordinator")]
     environment = pod_environment(tmp_path, 0, **more)
     (tmp_path / "argv-0").touch()  # it looks as if all nodes had run
     return subprocess.run(words, env=environment, timeout=30, stdout=subprocess.DEVNULL).returncode
+
+
+def sbatch_environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    put(
+        tmp_path / "bin",
+        "scontrol",
+        '#!/bin/bash\nif [ "$1" = show ]; then echo localhost; echo node-b; echo node-c; exit; fi\n'
+        'echo "scontrol $*" >> "$FAKE_DIR/asked"\n',
+    )
+    put(tmp_path / "bin", "scancel", '#!/bin/bash\necho "scancel $*" >> "$FAKE_DIR/asked"\n')
+    put(tmp_path / "bin", "getent", '#!/bin/bash\necho "${FAKE_ADDRESS:-10.0.0.1} STREAM $2"\n')
+    put(
+        tmp_path / "bin",
+        "srun",
+        '#!/bin/bash\necho "$@" > "$FAKE_DIR/srun"; echo -n "$CHECKPOINTLESS_TOKEN" > "$FAKE_DIR/token"\n'
+        "while [[ $1 == --* ]]; do shift; done\n"
+        'for node in 2 1 0; do SLURM_NODEID=$node "$@"; done\n'
+        'until [ "$(wc -l < "$FAKE_DIR/coordinated")" -ge "${FAKE_COORDINATORS:-0}" ]; do sleep 0.1; done\n'
+        'sleep "${FAKE_LONGER:-0}"\nexit 1\n',
+    )
+    return {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "FAKE_DIR": str(tmp_path),
+        "FAKE_COORDINATOR": "0",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_NODELIST": "node-[a-c]",
+        "SLURM_JOB_NAME": "checkpointless",
+        "SLURM_JOB_ID": "4711",
+        "BATCH_LOST": "1",
+        **more,
+    }
+
+
+def run_sbatch(tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    words = ["bash", str(SBATCH)]
+    environment = sbatch_environment(tmp_path, **more)
+    return subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+def coordinated(tmp_path: Path) -> list[str]:
+    return (tmp_path / "coordinated").read_text().splitlines()

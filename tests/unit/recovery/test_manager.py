@@ -1,4 +1,4 @@
-"""Test which names of parts differ from rank to rank, and what of a rank is lost with its process."""
+"""Test votes before an update, and what is lost or whole if a fault comes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,43 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from checkpointless.inprocess import ParameterUpdateLock, RankShouldRestart
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery import CheckpointManager, manager
 from checkpointless.recovery.decide import Decision, Verdict
+from checkpointless.recovery.guard import UpdateGuard
 from checkpointless.recovery.manager import _find_loss
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.port import DATA
 from checkpointless.state.rank_local.state import RankLocalState
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("found", [0, 1, 3])
+def test_an_aborted_vote_that_ends_like_one_that_succeeded_is_lost(
+    found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aborted collective of NCCL's returns, and its result is what stood there, or anything."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def aborted(votes: torch.Tensor) -> None:
+        votes.fill_(found)
+
+    monkeypatch.setattr(dist, "all_reduce", aborted)
+    lock = ParameterUpdateLock()
+    lock.set_committed(3)
+    updated: list[int] = []
+    call: Any = SimpleNamespace(
+        steps=SimpleNamespace(making=4), parameter_update_lock=lock, enter_phase=lambda phase, step: None
+    )
+    with pytest.raises(RankShouldRestart):
+        UpdateGuard(call, None)(lambda: updated.append(4))
+    assert updated == []
+    assert lock.state().ready
+    assert not lock.state().torn
 
 
 def test_only_data_that_differed_is_lost_with_its_process(
@@ -26,9 +55,6 @@ def test_only_data_that_differed_is_lost_with_its_process(
     reason = _find_loss(None, RankLocalState(0), dict, decision)
     assert reason == f"{DATA} (loaders) differed from rank to rank, and that of rank 1 was lost with its process"
     assert "a callback differs from rank to rank: rank [1] gets a peer's" in caplog.text
-
-
-# --- That a state whose tensors are being overwritten is not taken for whole if a further fault comes -------------
 
 
 class Fault(Exception):

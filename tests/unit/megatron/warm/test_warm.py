@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("megatron.core", reason="needs Megatron-core")
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,12 +23,23 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from packaging.version import Version
 
-from checkpointless.integrations.megatron import cpu_platform
-from checkpointless.integrations.megatron.warm import KeptModel, _groups_now, fingerprints
+from checkpointless.integrations.megatron import cpu_platform, warm
+from checkpointless.integrations.megatron.warm import (
+    KeptModel,
+    _Blueprint,
+    _differing,
+    _fingerprint,
+    _groups_now,
+    _unknown_class,
+    _Walk,
+    fingerprints,
+)
 from checkpointless.state.rng import RngStates
 
 pytestmark = pytest.mark.nemo
+pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 
 LENGTH, VOCABULARY = 8, 32
 
@@ -49,8 +67,6 @@ def cpu() -> Iterator[None]:
 
 
 class Training:
-    """A small model that overlaps its communication, with an optimizer, and what is kept of them."""
-
     def __init__(self, ties: bool = False) -> None:
         torch.manual_seed(1)
         self.config = TransformerConfig(
@@ -114,18 +130,6 @@ def fail(*_: object) -> None:
     raise Fault
 
 
-# --- whether it may be used ---------------------------------------------------------------------------------------
-
-
-def test_the_same_configurations_and_groups_are_no_mismatch() -> None:
-    with generation():
-        training = Training()
-    with generation():
-        same = {what: dict(each) for what, each in training.plans.items()}
-        assert training.kept.mismatch(same) is None
-        assert training.kept.unfit() is None
-
-
 @pytest.mark.parametrize(
     ("plans", "says"),
     [
@@ -149,7 +153,7 @@ def test_groups_that_are_laid_out_otherwise_are_a_mismatch() -> None:
         assert training.kept.mismatch(training.plans) == "the process groups are laid out otherwise"
 
 
-HOOKS: dict[str, Callable[[Any], object]] = {
+OPTIMIZER_HOOKS: dict[str, Callable[[Any], object]] = {
     "a hook before steps": lambda optimizer: optimizer.optimizer.register_step_pre_hook(fail),
     "a hook after steps": lambda optimizer: optimizer.optimizer.register_step_post_hook(fail),
     "a function of its own": lambda optimizer: setattr(optimizer, "reload_model_params", fail),
@@ -157,16 +161,13 @@ HOOKS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", OPTIMIZER_HOOKS)
 def test_an_optimizer_that_somebody_has_changed_is_not_kept(hook: str) -> None:
     with generation():
         training = Training()
         (part,) = training.optimizer.chained_optimizers
-        HOOKS[hook](part)
+        OPTIMIZER_HOOKS[hook](part)
         assert training.kept.unfit() == "the optimizer has other hooks or functions than when it was built"
-
-
-# --- what ranks exchange that build, and what a half-made step has left ------------------------------------------
 
 
 @pytest.mark.parametrize("ties", [True, False])
@@ -266,3 +267,259 @@ def between_gradient_and_buffer(training: Training) -> None:
 def test_the_next_step_is_as_without_a_fault(fault: Callable[[Training], None]) -> None:
     undisturbed, disturbed = losses_after(fault)
     assert disturbed == undisturbed
+
+
+# --- References to old process groups are found wherever a model keeps them ---------------------------------------
+
+Pair = namedtuple("Pair", ["group", "other"])
+
+
+class Group:
+    """Stands for a process group: an object that is told by its identity."""
+
+
+class Slotted:
+    __slots__ = ("group",)
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+
+@dataclass
+class Config:
+    group: Any
+    others: dict[str, Any]
+
+
+def test_every_place_is_found() -> None:
+    old, new, kept = Group(), Group(), Group()
+
+    def closure() -> Group:
+        return old_in_cell
+
+    old_in_cell = old
+
+    def default(group: Group = old, *, named: Group = old) -> tuple[Group, Group]:
+        return group, named
+
+    default.__dict__["attribute"] = old
+    owner = SimpleNamespace(group=old, kept=kept)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.group = old  # type: ignore[attr-defined]
+    partial = functools.partial(print, old, file=old)
+    roots: dict[str, Any] = {
+        "list": [old, (kept, old)],
+        "dict": {"a": {"b": old}},
+        "pair": Pair(old, kept),
+        "config": Config(old, {"x": [old]}),
+        "slots": Slotted(old),
+        "closure": closure,
+        "default": default,
+        "method": owner.__repr__,
+        "partial": partial,
+        "parameter": parameter,
+        "owner": owner,
+    }
+    assert _Walk([roots], {id(old): new}).replaced == 15
+    assert roots["list"] == [new, (kept, new)]
+    assert roots["dict"] == {"a": {"b": new}}
+    assert roots["pair"] == Pair(new, kept)
+    assert roots["config"] == Config(new, {"x": [new]})
+    assert roots["slots"].group is new
+    assert closure() is new
+    assert default() == (new, new)
+    assert default.__dict__["attribute"] is new
+    assert (owner.group, owner.kept) == (new, kept)
+    assert (partial.args, partial.keywords) == ((new,), {"file": new})
+    assert parameter.group is new  # type: ignore[attr-defined]
+
+
+class Tracker:
+    def fork(self) -> Tracker:
+        return self
+
+
+def test_methods_are_bound_to_the_successor() -> None:
+    old, new = Tracker(), Tracker()
+    owner = SimpleNamespace(context=old.fork, partial=functools.partial(old.fork), tracker=old)
+    assert _Walk([owner], {id(old): new}).replaced == 3
+    assert owner.context() is owner.partial() is owner.tracker is new
+
+
+# --- A change of a built model is noticed -------------------------------------------------------------------------
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1), torch.nn.BatchNorm1d(2))
+
+
+def hook(*_: object, key: int = 0) -> None:
+    """Do nothing."""
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a hook": lambda net: net[0].register_forward_hook(hook),
+    "a hook of a parameter": lambda net: net[0].weight.register_hook(hook),
+    "a hook after accumulation": lambda net: net[0].weight.register_post_accumulate_grad_hook(hook),
+    "an attribute": lambda net: setattr(net[1], "p", 0.5),
+    "a new attribute": lambda net: setattr(net[1], "calls", []),
+    "a frozen parameter": lambda net: net[0].weight.requires_grad_(False),
+    "another parameter": lambda net: setattr(net[0], "weight", torch.nn.Parameter(torch.zeros(2, 2))),
+    "a part more": lambda net: net.append(torch.nn.ReLU()),
+    "a part less": lambda net: net.pop(2),
+    "another part": lambda net: net.__setitem__(1, torch.nn.ReLU()),
+    "a larger buffer": lambda net: net[2].register_buffer("running_mean", torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_a_model_is_noticed(change: str) -> None:
+    net = model()
+    built = _Blueprint([net])
+    assert built.difference([net]) is None
+    CHANGES[change](net)
+    assert built.difference([net])
+
+
+def test_only_classes_whose_state_is_known_are_kept() -> None:
+    class Own(torch.nn.Module):
+        """A layer of the user's."""
+
+    assert _unknown_class([model()]) is None
+    assert "Own" in str(_unknown_class([torch.nn.Sequential(Own())]))
+
+
+def named(full_name: str, base: type = torch.nn.Module) -> Any:
+    package, _, name = full_name.rpartition(".")
+    return type(name, (base,), {"__module__": package})
+
+
+BASE = named("transformer_engine.pytorch.module.base.TransformerEngineBaseModule")
+LINEAR = named("transformer_engine.pytorch.module.linear.Linear", BASE)
+ROW = named("megatron.core.extensions.transformer_engine.TERowParallelLinear", LINEAR)
+OPERATION = named("transformer_engine.pytorch.ops.op.BasicOperation")
+NORM = named("transformer_engine.pytorch.ops.basic.rmsnorm.RMSNorm", OPERATION)
+
+
+def test_a_note_of_a_forward_pass_is_no_change_and_a_hook_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ROW()
+    layer.activation_dtype = None
+    built = _Blueprint([layer])
+    layer.activation_dtype, layer.forwarded_at_least_once = torch.bfloat16, True
+    assert built.difference([layer]) is None
+    layer.register_forward_hook(hook)
+    assert built.difference([layer])
+
+
+@pytest.mark.parametrize(
+    ("release", "known"), [("2.5.0", False), ("2.6.0", True), ("2.12.1", True), ("3.0", False)]
+)
+def test_only_versions_of_the_engine_that_were_read(
+    monkeypatch: pytest.MonkeyPatch, release: str, known: bool
+) -> None:
+    monkeypatch.setattr(warm, "get_te_version", lambda: Version(release))
+    assert (_unknown_class([ROW(), NORM()]) is None) == known
+    assert _unknown_class([torch.nn.ReLU()]) is None, "no matter what is installed"
+
+
+def test_only_classes_of_the_engine_that_were_read() -> None:
+    for name in (
+        "transformer_engine.pytorch.transformer.TransformerLayer",
+        "transformer_engine.pytorch.ops.sequential.Sequential",
+        "megatron.core.extensions.kitchen.KitchenLinear",
+    ):
+        assert _unknown_class([torch.nn.Sequential(named(name, BASE)())]) == name
+
+
+# --- Fingerprints are equal where values mean the same, and only there --------------------------------------------
+
+
+@dataclass
+class Settings:
+    size: int
+    start: Any
+
+
+class Opaque:
+    def __reduce__(self) -> Any:
+        raise TypeError("it cannot be pickled")
+
+
+class Pickled:
+    def __init__(self, number: int) -> None:
+        self.number, self.noise = number, object()
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"number": self.number}
+
+
+def normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return functools.partial(torch.nn.init.normal_, std=sigma)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "same"),
+    [
+        (1, 1, True),
+        (1, 1.0, False),
+        (True, 1, False),
+        (normal(0.1), normal(0.1), True),
+        (normal(0.1), normal(0.2), False),
+        (functools.partial(hook, 1, key=2), functools.partial(hook, 1, key=2), True),
+        (functools.partial(hook, 1, key=2), functools.partial(hook, 1, key=3), False),
+        (functools.partial(hook, 1), functools.partial(print, 1), False),
+        ([1, {"a": (2, None)}], [1, {"a": (2, None)}], True),
+        ([1, {"a": (2, None)}], [1, {"a": (3, None)}], False),
+        (Settings(1, torch.float32), Settings(1, torch.float32), True),
+        (Settings(1, torch.float32), Settings(1, torch.bfloat16), False),
+        (torch.ones(2), torch.zeros(2), False),
+        (lambda: 1, lambda: 1, False),
+        (torch, torch, True),
+        (torch.nn.Identity, torch.nn.Identity, True),
+        (Opaque(), Opaque(), False),
+        (Pickled(1), Pickled(1), True),
+        (Pickled(1), Pickled(2), False),
+        (None, 0, False),
+    ],
+)
+def test_what_is_alike(then: Any, now: Any, same: bool) -> None:
+    assert (_fingerprint(then) == _fingerprint(now)) is same
+    before, after = fingerprints({"a": 1, "b": then}), fingerprints({"a": 1, "b": now})
+    assert _differing(before, after) == (None if same else "b")
+
+
+def test_a_picture_stays_as_it_was() -> None:
+    value: dict[str, Any] = {"a": [1], "c": Settings(1, [2])}
+    before = _fingerprint(value)
+    value["a"].append(2)
+    assert _fingerprint(value) != before
+    value["a"].pop()
+    assert _fingerprint(value) == before
+    value["c"].start.append(3)
+    assert _fingerprint(value) != before
+
+
+def test_what_is_shared_is_like_what_is_equal() -> None:
+    one: list[int] = []
+    assert _fingerprint([one, one]) == _fingerprint([[], []])
+
+
+def test_a_function_that_cannot_be_digested_is_known_by_its_identity() -> None:
+    one, other = (lambda: 1), (lambda: 1)
+    assert _fingerprint(one) == _fingerprint(one)
+    assert _fingerprint(one) != _fingerprint(other)
+
+
+def _counting(counts: dict[str, int]) -> Callable[[], int]:
+    return lambda: counts["n"]
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    "value", [bytes(65 << 20), CIRCLE, _counting({"n": 1})], ids=["large", "circle", "closure"]
+)
+def test_what_cannot_be_digested_and_may_have_changed_equals_nothing(value: object) -> None:
+    assert _fingerprint(value) != _fingerprint(value)
