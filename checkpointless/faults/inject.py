@@ -16,14 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from checkpointless.faults.ledger import FaultLedger
-from checkpointless.faults.spec import (
-    SETUP_PHASES,
-    FaultKind,
-    FaultPhase,
-    FaultSpec,
-    FaultSpecError,
-    parse_all,
-)
+from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase, FaultSpec, FaultSpecError, parse_all
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import event_log
 from checkpointless.observability.telemetry.scribe import flush_all

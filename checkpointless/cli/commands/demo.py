@@ -9,15 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpointless.cli.command import (
-    RUNS_DIR,
-    Command,
-    UsageError,
-    count,
-    new_run_dir,
-    positive,
-    say,
-)
+from checkpointless.cli.command import RUNS_DIR, Command, UsageError, count, new_run_dir, positive, say
 from checkpointless.cli.job import add_fault_option, fault_specs
 
 if TYPE_CHECKING:

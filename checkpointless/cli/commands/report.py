@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.cli.command import (
-    STDOUT,
-    Command,
-    UsageError,
-    modules,
-    out,
-    positive,
-    say,
-)
+from checkpointless.cli.command import STDOUT, Command, UsageError, modules, out, positive, say
 
 if TYPE_CHECKING:
     from checkpointless.observability.report.summary import Report

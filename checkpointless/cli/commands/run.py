@@ -28,13 +28,7 @@ from checkpointless.cli.command import (
     say,
     seconds,
 )
-from checkpointless.cli.job import (
-    Program,
-    add_coordination_options,
-    add_job_options,
-    config_of,
-    launch_job,
-)
+from checkpointless.cli.job import Program, add_coordination_options, add_job_options, config_of, launch_job
 from checkpointless.system.environment import TOKEN_ENV
 
 _VARIABLE = "PET_{}"  # torchrun's, one for each of its options

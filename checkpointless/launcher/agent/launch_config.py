@@ -13,12 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.system.environment import (
-    CPU_ENV,
-    OMP_NUM_THREADS_ENV,
-    PYTORCH_NVML_BASED_CUDA_CHECK_ENV,
-    YES,
-)
+from checkpointless.system.environment import CPU_ENV, OMP_NUM_THREADS_ENV, PYTORCH_NVML_BASED_CUDA_CHECK_ENV, YES
 
 DEFAULT_TERM_GRACE_S = 30.0  # torchrun's
 SIGTERM_ENDS, SIGTERM_DRAINS = "end", "drain"  # what SIGTERM does to an agent
