@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from checkpointless.callbacks.trainer_parts import job_step, worker_iterators
-from checkpointless.faults.inject import FaultInjector, from_environment
+from checkpointless.faults.inject import FaultInjector
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
@@ -63,7 +63,7 @@ class HPFaultInjectionCallback(Callback):
     def from_environment(cls) -> HPFaultInjectionCallback | None:
         """Return the callback that ``checkpointless run --fault`` asks this process for, or None."""
         call = active_call_wrapper()
-        injector = call.faults if call is not None else from_environment(own_rank())
+        injector = call.faults if call is not None else FaultInjector.from_environment(own_rank())
         return cls(injector=injector) if injector is not None and injector.of_job else None
 
     def enter_phase(self, phase: str, step: int) -> None:

@@ -21,7 +21,7 @@ from typing_extensions import Self
 from checkpointless.observability.report.goodput import REPEATED
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.summary import build_report
-from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, LineTail, parse_event, read_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, LineTail, read_events
 from checkpointless.observability.telemetry.narration import INCIDENT, Narrator
 from checkpointless.observability.telemetry.scribe import in_thread, scribe
 from checkpointless.observability.telemetry.wording import duration, plural
@@ -104,7 +104,7 @@ class Terminal:
         if not wait((reading,), patience_s).done:
             return []
         self._reading = None
-        return [event for event in map(parse_event, reading.result()) if event is not None]
+        return [event for event in map(Event.parse, reading.result()) if event is not None]
 
     def _show(self, events: Iterable[Event], said: Iterable[tuple[int, str]] = ()) -> None:
         both: list[tuple[int, str | Event]] = [*said, *((event.ts, event) for event in events)]

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase, FaultSpec, FaultSpecError, parse_all
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import event_log
+from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.observability.telemetry.scribe import flush_all
 from checkpointless.system.environment import AGENT_PID_ENV, FAULTS_ENV, own_run_dir
 from checkpointless.system.signals import CUT_SIGNAL
@@ -77,6 +77,19 @@ class FaultInjector:
             if spec.rank in (None, rank):
                 self._by_phase.setdefault(spec.phase, []).append((index, spec))
 
+    @classmethod
+    def from_environment(cls, rank: int) -> FaultInjector | None:
+        """Return the injector of ``CHECKPOINTLESS_FAULTS`` (a JSON list of specs); None if it asks for nothing."""
+        value = os.environ.get(FAULTS_ENV) or "[]"
+        try:
+            texts = json.loads(value)
+        except ValueError:
+            texts = None
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise FaultSpecError(f"{FAULTS_ENV} must be a JSON list of fault specs, not {value!r}")
+        specs = parse_all(texts, world_size=None, max_steps=None)
+        return cls(specs, rank, FaultLedger(own_run_dir()), of_job=True) if specs else None
+
     def at(self, phase: FaultPhase, step: int, generation: int, target: Callable[[], Any] | None = None) -> None:
         """Cause the faults that are due; in generation 0, set-up phases cause none. ``target`` gives a tensor."""
         if phase in SETUP_PHASES and generation < 1:
@@ -111,7 +124,7 @@ class FaultInjector:
 
     def _announce(self, spec: FaultSpec, step: int, generation: int) -> None:
         text = spec.text or str(spec)
-        event_log().emit(
+        EventLog.here().emit(
             EventName.FAULT_INJECTED,
             "point",
             generation=generation,
@@ -196,23 +209,6 @@ _ENDS: dict[FaultKind, Callable[[], Any]] = {
 
 #: Kinds after which this process runs no more code.
 _NEVER_RETURN = frozenset({FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT, FaultKind.ABORT})
-
-
-def from_environment(rank: int) -> FaultInjector | None:
-    """Return the injector for ``CHECKPOINTLESS_FAULTS`` (a JSON list of specs), or None if it asks for nothing."""
-    value = os.environ.get(FAULTS_ENV)
-    if not value:
-        return None
-    try:
-        texts = json.loads(value)
-    except ValueError:
-        texts = None
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise FaultSpecError(f"{FAULTS_ENV} must be a JSON list of fault specs, not {value!r}")
-    if not texts:
-        return None
-    specs = parse_all(texts, world_size=None, max_steps=None)
-    return FaultInjector(specs, rank, FaultLedger(own_run_dir()), of_job=True)
 
 
 # --- Damage to tensors --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from checkpointless.inprocess.memory import memory_status
 from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.messages import Go
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import Edge, event_log
+from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.system.environment import LOCAL_RANK_ENV, own_rank, own_world_size
 
 
@@ -38,11 +38,11 @@ class Generation:
 
     def emit(self, stage: EventName, edge: Edge, **fields: Any) -> None:
         """Write an event of this generation and incident."""
-        event_log().emit(stage, edge, generation=self.number, incident=self.incident, **fields)
+        EventLog.here().emit(stage, edge, generation=self.number, incident=self.incident, **fields)
 
     def span(self, stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
         """Return a span of ``stage``, of this generation and incident, for a ``with`` statement."""
-        return event_log().span(stage, generation=self.number, incident=self.incident, **fields)
+        return EventLog.here().span(stage, generation=self.number, incident=self.incident, **fields)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class StepTracker:
     def _emit_trained(self, step: int, at_s: float) -> None:
         self._ended_s, since_s = None, time.monotonic() - at_s
         number = self._generation.number
-        event_log().emit(EventName.TRAINED, "point", generation=number, step=step, before_s=round(since_s, 3))
+        EventLog.here().emit(EventName.TRAINED, "point", generation=number, step=step, before_s=round(since_s, 3))
 
     def _begin_stage(self, stage: EventName, **fields: Any) -> None:
         self._open_stage = (stage, time.monotonic())

@@ -28,7 +28,7 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.data._utils import signal_handling as torch_workers
 
-from checkpointless.faults.inject import FaultInjector, from_environment
+from checkpointless.faults.inject import FaultInjector
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess import exceptions
 from checkpointless.inprocess.abort import (
@@ -717,7 +717,7 @@ class HPCallWrapper:
 
     def _block(self, fn: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
         self.leave_if_over()
-        self.faults = from_environment(own_rank())
+        self.faults = FaultInjector.from_environment(own_rank())
         with _tracing(self.wrapper.trace_file_path, self.generation):
             args, kwargs = _with_caller(fn, args, kwargs, self)
             return fn(*args, **kwargs)

@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 _RANK = """
 import torch
-from checkpointless.faults.inject import from_environment
+from checkpointless.faults.inject import FaultInjector
 from checkpointless.faults.spec import FaultPhase
 from checkpointless.inprocess import CudaHealthCheck, HPState
 
 state = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 CudaHealthCheck()(state)
 try:
-    from_environment(0).at(FaultPhase.FORWARD, 2, 0)
+    FaultInjector.from_environment(0).at(FaultPhase.FORWARD, 2, 0)
 except RuntimeError as error:
     print(error)
 CudaHealthCheck()(state)

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.integrations.lightning.data.loaders import DataPosition
 from checkpointless.integrations.megatron.state import sub_optimizers
-from checkpointless.observability.telemetry.events import event_log
+from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.recovery import CheckpointManager, refill
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
@@ -77,7 +77,7 @@ class HeldUpUpdate(Callback):
             if self.fails:
                 raise RuntimeError("an update fails half-way")
             noticed = self._wait_for_notice(call)
-            log, generation = event_log(), call.generation
+            log, generation = EventLog.here(), call.generation
             log.emit(UPDATE_HELD_UP, "point", generation=generation, noticed=noticed)  # type: ignore[arg-type]
         _step_some(inner, slice(1, None, 2))
 

@@ -19,9 +19,9 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.ranks
 
 _RANK = """
-from checkpointless.faults.inject import from_environment
+from checkpointless.faults.inject import FaultInjector
 from checkpointless.faults.spec import FaultPhase
-injector = from_environment(1)
+injector = FaultInjector.from_environment(1)
 for step in range(1, 6):
     injector.at(FaultPhase.BACKWARD, step, 0)
     print(step, flush=True)

@@ -51,7 +51,7 @@ from checkpointless.integrations.lightning.data.loaders import (
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import event_log
+from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
@@ -114,7 +114,7 @@ class RecoverableStrategy(ParallelStrategy):
         """Record that everything is rebuilt and waits for its state."""
         if (call := self._call) is not None:
             took_s = time.monotonic() - self._rebuild_began_s
-            event_log().emit(
+            EventLog.here().emit(
                 EventName.REBUILD, "end", generation=call.generation, incident=call.incident, seconds=took_s
             )
 
@@ -138,11 +138,11 @@ class RecoverableStrategy(ParallelStrategy):
             return
         call.steps.entered()
         call.enter_phase("init", call.high_water)
-        with event_log().span(EventName.INIT, generation=call.generation, incident=call.incident):
+        with EventLog.here().span(EventName.INIT, generation=call.generation, incident=call.incident):
             build()
         call.beat()
         self._rebuild_began_s = time.monotonic()
-        event_log().emit(EventName.REBUILD, "begin", generation=call.generation, incident=call.incident)
+        EventLog.here().emit(EventName.REBUILD, "begin", generation=call.generation, incident=call.incident)
 
     def _resume_loggers(self) -> None:
         """Make new loggers continue where those of the fault's generation were."""
@@ -488,7 +488,7 @@ class _RecoverableFit:
             self.manager.saves.save(path, self.keeper.journal.newest, make, **background)
         if call is not None and self._trainer.is_global_zero:
             took_s = time.monotonic() - began_s
-            event_log().emit(EventName.SAVED, "point", generation=call.generation, path=path, seconds=took_s)
+            EventLog.here().emit(EventName.SAVED, "point", generation=call.generation, path=path, seconds=took_s)
 
     def finish(self) -> None:
         """End the fit, if it is under way. Collective."""

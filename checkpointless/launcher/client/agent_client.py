@@ -40,7 +40,7 @@ from checkpointless.launcher.protocol.messages import (
     encode,
 )
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import event_log
+from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.system.environment import (
     AGENT_FD_ENV,
     JOB_RESTART_COUNT_ENV,
@@ -315,7 +315,7 @@ class CountingClient(RankClient):
         incident, said = str(self._incidents), str(cause)
         if cause.rank == self.rank:
             about: dict[str, Any] = {"cause": said, "culprit": cause.culprit, "how": cause.how}
-            event_log().emit(EventName.DETECT, "point", generation=generation, incident=incident, **about)
+            EventLog.here().emit(EventName.DETECT, "point", generation=generation, incident=incident, **about)
         self._hear(FaultNotice(generation, incident, said, cause.rank))
         if last_word is not None:
             self._lose(last_word)

@@ -30,7 +30,7 @@ from checkpointless.launcher.protocol.messages import RankState
 from checkpointless.observability.report.goodput import CAUSES
 from checkpointless.observability.report.summary import Report, build_report
 from checkpointless.observability.telemetry.event_names import PHASES, STAGES, EventName, Rung
-from checkpointless.observability.telemetry.events import Event, LineTail, parse_event
+from checkpointless.observability.telemetry.events import Event, LineTail
 
 OUTSIDE = -1  # in place of a node's number: a coordinator in a separate process is no node
 STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
@@ -148,7 +148,7 @@ class RunLog:
         """Read the lines that were appended, and make the account if that is due."""
         began_s, ranks = time.perf_counter(), self._ranks()
         for line in self._tail.lines():
-            event = parse_event(line)
+            event = Event.parse(line)
             if event is None:
                 continue
             is_own = event.node == self._node if event.rank is None else event.rank in ranks

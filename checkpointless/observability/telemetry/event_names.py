@@ -62,6 +62,14 @@ class EventName(str, enum.Enum):
     def __str__(self) -> str:
         return self.value
 
+    @classmethod
+    def of(cls, word: str) -> EventName | str:
+        """Return the event that ``word`` names, or ``word`` itself: the log of a newer version may name others."""
+        try:
+            return cls(word)
+        except ValueError:
+            return word
+
 
 #: In the place of a tier's name: a rank needs no copy, since it lives and has the very state.
 LIVING = "living rank"
@@ -76,14 +84,6 @@ PHASES: Mapping[str, tuple[EventName, ...]] = {
     "resume": (EventName.DATA, EventName.FIRST_STEP),
 }
 STAGES = tuple(stage for stages in PHASES.values() for stage in stages)
-
-
-def event_name(word: str) -> EventName | str:
-    """Return the event that ``word`` names, or ``word`` itself: the log of a newer version may name others."""
-    try:
-        return EventName(word)
-    except ValueError:
-        return word
 
 
 # --- How far up a recovery goes -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
-from checkpointless.observability.telemetry.event_names import EventName, event_name
+from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.scribe import scribe
 from checkpointless.system.environment import NODE_RANK_ENV, RANK_ENV, own_run_dir
 
@@ -52,6 +52,16 @@ class Event:
     # further fields of the line (bytes, sources, seconds, cause, ...)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def parse(cls, line: bytes) -> Event | None:
+        """Parse a line of the log; return None if it is not an event."""
+        record = _object_of(line)
+        own = _checked(record, _EventLine)
+        if record is None or own is None:
+            return None
+        known: dict[str, Any] = {key: getattr(own, key) for key in _OWN_KEYS} | {"stage": EventName.of(own.stage)}
+        return cls(**known, fields={key: value for key, value in record.items() if key not in _OWN_KEYS})
+
 
 class EventLog:
     """Appends events to one file, which any number of processes and threads may share; without ``path`` to none.
@@ -72,6 +82,13 @@ class EventLog:
         seen: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
         self.path, self.node, self.rank, self._seen = path, node, rank, seen
+
+    @classmethod
+    def here(cls) -> EventLog:
+        """Return the log that this process's environment names; without a run directory, it drops every event."""
+        run_dir, rank = own_run_dir(), os.environ.get(RANK_ENV)
+        path = None if run_dir is None else run_dir / EVENTS_FILE
+        return cls(path, node=int(os.environ.get(NODE_RANK_ENV, "0")), rank=int(rank) if rank else None)
 
     def emit(
         self,
@@ -168,17 +185,6 @@ def _append(path: Path, line: str, origin: Mapping[str, Any]) -> None:
     _losses.setdefault(path, _Losses()).append(path, line, origin)
 
 
-def event_log() -> EventLog:
-    """Return the log that this process's environment names; without a run directory, it drops every event."""
-    run_dir = own_run_dir()
-    rank = os.environ.get(RANK_ENV)
-    return EventLog(
-        None if run_dir is None else run_dir / EVENTS_FILE,
-        node=int(os.environ.get(NODE_RANK_ENV, "0")),
-        rank=int(rank) if rank else None,
-    )
-
-
 _opener = functools.partial(os.open, mode=0o644)  # runs in C from end to end: cannot be interrupted
 
 
@@ -204,17 +210,7 @@ def read_lines(path: Path, kind: type[_Parsed]) -> Iterator[_Parsed]:
 def read_events(run_dir: Path) -> list[Event]:
     """Return all events of a run, including those of this process; one warning counts lines that are no events."""
     scribe.flush()
-    return [*_parsed(run_dir / EVENTS_FILE, parse_event, "event")]
-
-
-def parse_event(line: bytes) -> Event | None:
-    """Parse a line of the log; return None if it is not an event."""
-    record = _object_of(line)
-    own = _checked(record, _EventLine)
-    if record is None or own is None:
-        return None
-    known: dict[str, Any] = {key: getattr(own, key) for key in _OWN_KEYS} | {"stage": event_name(own.stage)}
-    return Event(**known, fields={key: value for key, value in record.items() if key not in _OWN_KEYS})
+    return [*_parsed(run_dir / EVENTS_FILE, Event.parse, "event")]
 
 
 def _parsed(path: Path, parse: Callable[[bytes], _Parsed | None], kind: str) -> Iterator[_Parsed]:

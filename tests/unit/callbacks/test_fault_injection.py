@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from checkpointless.callbacks import HPFaultInjectionCallback
-from checkpointless.faults.inject import InjectedFault, from_environment
+from checkpointless.faults.inject import FaultInjector, InjectedFault
 from checkpointless.faults.ledger import fired
 from checkpointless.inprocess.wrap import HPCallWrapper
 from checkpointless.system.environment import FAULTS_ENV, RANK_ENV, RUN_DIR_ENV
@@ -67,7 +67,7 @@ def test_the_jobs_faults_stay_and_their_callback_has_the_same_injector(
     call: HPCallWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FAULTS_ENV, json.dumps([JOBS]))
-    call.faults = jobs = from_environment(0)
+    call.faults = jobs = FaultInjector.from_environment(0)
     HPFaultInjectionCallback([MINE])
     assert call.faults is jobs
     callback = HPFaultInjectionCallback.from_environment()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpointless.faults import inject, ledger
-from checkpointless.faults.inject import FaultInjector, InjectedFault, _flip_a_bit, from_environment
+from checkpointless.faults.inject import FaultInjector, InjectedFault, _flip_a_bit
 from checkpointless.faults.ledger import FaultLedger, fired, not_fired
 from checkpointless.faults.spec import FaultKind, FaultPhase, FaultSpecError, parse
 from checkpointless.observability.telemetry.event_names import EventName
@@ -81,7 +81,7 @@ def test_chance_is_reproducible_and_its_own() -> None:
 def test_an_injected_fault_is_written_down_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
     monkeypatch.setenv(FAULTS_ENV, json.dumps(["exception@optimizer:rank=1,step=4"]))
-    mine = from_environment(1)
+    mine = FaultInjector.from_environment(1)
     assert mine is not None
     assert causes(mine, FaultPhase.OPTIMIZER, 4)
     assert "fault_injected" in (tmp_path / EVENTS_FILE).read_text(), "and not only on the way there"
@@ -96,7 +96,7 @@ def test_nothing_is_injected_unless_asked_for(value: str | None, monkeypatch: py
     monkeypatch.delenv(FAULTS_ENV, raising=False)
     if value is not None:
         monkeypatch.setenv(FAULTS_ENV, value)
-    assert from_environment(0) is None
+    assert FaultInjector.from_environment(0) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory of the host runs out where there is no CUDA")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.report.trace import write_trace
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EVENTS_FILE, parse_event, read_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, read_events
 from checkpointless.observability.telemetry.narration import Narrator
 from tests.unit.report.reports import as_json, html_page, simple_run
 
@@ -57,11 +57,11 @@ def line(**changes: Any) -> bytes:
     ],
 )
 def test_what_is_no_event_is_none(odd: bytes) -> None:
-    assert parse_event(odd) is None
+    assert Event.parse(odd) is None
 
 
 def test_text_that_is_no_utf8_and_fields_of_newer_versions_are_kept() -> None:
-    event = parse_event(line(cause="\udc80\x1b[2J", stage="new", later={"a": [1, None, 1.5]}))
+    event = Event.parse(line(cause="\udc80\x1b[2J", stage="new", later={"a": [1, None, 1.5]}))
     assert event is not None
     assert (event.stage, event.fields["cause"], event.fields["later"]) == (
         "new",

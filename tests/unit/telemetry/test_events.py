@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, parse_event, read_events
+from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, EventLog, read_events
 from checkpointless.observability.telemetry.scribe import scribe
 from checkpointless.observability.telemetry.steps import StepLog, StepRecord, read_steps
 
@@ -71,7 +71,7 @@ def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
     assert [event.generation for event in read_events(tmp_path)] == [1, 2]
     assert not caplog.records
     (line, _) = (tmp_path / EVENTS_FILE).read_bytes().splitlines()
-    found = parse_event(line)
+    found = Event.parse(line)
     assert found is not None
     assert found.fields == {"nested": {"a": {"b": 2}}}
 

@@ -49,7 +49,7 @@ from checkpointless.integrations.compat.megatron import RESULTS_QUEUE, ActiveAsy
 from checkpointless.integrations.lightning.checkpoints.connector import keep_names
 from checkpointless.launcher.protocol.causes import Json
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import event_log
+from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.system.patches import Patch, Patches
 from checkpointless.transfer.exchange import all_gather_json
@@ -382,7 +382,7 @@ class _FailedSaves:
             _remove([path])
         if strategy.trainer.global_rank == min(reasons):
             logger.warning("%s: training goes on, and the next one that is due is made", failure)
-            event_log().emit(
+            EventLog.here().emit(
                 EventName.SAVE_FAILED,
                 "point",
                 generation=call.generation if call is not None else 0,
