@@ -162,7 +162,7 @@ def launch_job(
     options: argparse.Namespace, program: Program, steps: int | None, more: Mapping[str, Any] | None = None
 ) -> int:
     """Run this node's part of a job to its end; return its status, or 1 if a requested fault did not happen."""
-    from checkpointless.cli.terminal import Terminal, closing_line
+    from checkpointless.cli.terminal import Terminal
     from checkpointless.faults.ledger import not_fired
     from checkpointless.launcher.agent.launch import launch
 
@@ -174,8 +174,7 @@ def launch_job(
     _say_worst(config)
     with Terminal(say, run_dir, config.node_rank, config.logs) as terminal:
         status = launch(config, terminal.say)
-    last = closing_line(run_dir, status) if config.node_rank == 0 else ""
-    if last:
+    if config.node_rank == 0 and (last := terminal.closing_line(status)):
         say(last)
     missing = not_fired(specs, run_dir)
     for text in missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def _table(title: str, *columns: str, show_header: bool = True) -> Table:
     return Table(*columns, title=title, title_justify="left", show_header=show_header)
 
 
-def show_report(report: Report, page: Console) -> None:
+def _show_report(report: Report, page: Console) -> None:
     """Print the whole report of a run."""
     run = report.run
     page.print(f"{run.path}: {wording.plural(len(report.incidents), 'incident')}; {run.state.value}")
@@ -92,7 +93,7 @@ def show_job(job: Job, page: Console) -> None:
         page.print(_run_table(job.runs))
         _show_goodput(job.goodput, page)
     for report in job.runs:
-        show_report(report, page)
+        _show_report(report, page)
 
 
 def _show_goodput(goodput: Goodput | None, page: Console) -> None:
@@ -381,11 +382,18 @@ def show_findings(findings: Sequence[Finding]) -> None:
     change = [each for each in worst_first(findings) if each.severity is not Severity.OK]
     if change:
         page.print(_change_table(change))
-    right = _right(findings)
+    table = _table("what is right", show_header=False)
+    right = [each for each in worst_first(findings) if each.severity is Severity.OK]
+    for family, found in groupby(right, key=lambda each: each.family.value):
+        by_source: dict[str, list[str]] = defaultdict(list)
+        for each in found:
+            by_source[each.source].append(each.seen)
+        lines = (
+            ", ".join(seen) + (f" ({source})" if source and len(seen) > 1 else "")
+            for source, seen in by_source.items()
+        )
+        table.add_row(family, wording.printable("; ".join(lines)))
     if right:
-        table = _table("what is right", show_header=False)
-        for family, seen in right:
-            table.add_row(family, wording.printable(seen))
         page.print(table)
     if not any(each.is_to_change for each in change):
         page.print("nothing has to be changed")
@@ -404,21 +412,3 @@ def _change_table(findings: Sequence[Finding]) -> Table:
             wording.printable(each.todo, _LONGEST),
         )
     return table
-
-
-def _right(findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    """Return what is right, one line per family, and per source where one source has several findings."""
-    families: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for each in worst_first(findings):
-        if each.severity is Severity.OK:
-            families[each.family.value][each.source].append(each.seen)
-    return [
-        (
-            family,
-            "; ".join(
-                ", ".join(seen) + (f" ({source})" if source and len(seen) > 1 else "")
-                for source, seen in sources.items()
-            ),
-        )
-        for family, sources in families.items()
-    ]

@@ -35,6 +35,7 @@ _PORTION_BYTES = 64 * 1024  # per read: a few milliseconds of this process, whos
 _FLUSH_S = 0.5
 _LAST_WORDS_S = 0.5  # for what ranks have still to report of an incident that is over
 _CLOSE_S = 5.0
+_PATIENCE_S = 5.0  # for a disk that has stopped
 
 
 class Terminal:
@@ -43,6 +44,7 @@ class Terminal:
     def __init__(self, write: Callable[[str], None], run_dir: Path, node: int, logs: Path | None = None) -> None:
         self._write = write
         self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with times, as in events
+        self._run_dir = run_dir
         self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
         self._reading: Future[list[bytes]] | None = None  # what the log's disk still owes
         self._narrator = Narrator(run_dir, node, os.getpid(), logs)
@@ -63,6 +65,17 @@ class Terminal:
     ) -> None:
         self._said.put((time.time_ns(), None))
         self._thread.join(_CLOSE_S)
+
+    def closing_line(self, status: int) -> str:
+        """Return the last line of a job; "" if it had no incident and made no step that is known."""
+        try:
+            facts = in_thread(lambda: _facts(self._run_dir), "closing-line").result(_PATIENCE_S)
+        except OutOfTimeError:
+            facts = "its log was not read in time"
+        except (OSError, RuntimeError) as error:  # RuntimeError: there are no more threads
+            facts = f"its log cannot be read: {getattr(error, 'strerror', error)}"
+        how, run_dir = "failed" if status else "done", shlex.quote(str(self._run_dir))
+        return f"{how}: {facts}; report: checkpointless report {run_dir}" if facts else ""
 
     def _run(self) -> None:
         while not self._closing:
@@ -131,23 +144,6 @@ class Terminal:
     def _write_all(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._write(line)
-
-
-# --- The last line of a job: its steps, the cost of its incidents, and the report ---------------------------------
-
-_PATIENCE_S = 5.0  # for a disk that has stopped
-
-
-def closing_line(run_dir: Path, status: int) -> str:
-    """Return the line; "" for a job that had no incident and made no step that is known."""
-    try:
-        facts = in_thread(lambda: _facts(run_dir), "closing-line").result(_PATIENCE_S)
-    except OutOfTimeError:
-        facts = "its log was not read in time"
-    except (OSError, RuntimeError) as error:  # RuntimeError: there are no more threads
-        facts = f"its log cannot be read: {getattr(error, 'strerror', error)}"
-    how = "failed" if status else "done"
-    return f"{how}: {facts}; report: checkpointless report {shlex.quote(str(run_dir))}" if facts else ""
 
 
 def _facts(run_dir: Path) -> str:

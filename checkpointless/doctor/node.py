@@ -67,34 +67,17 @@ class _Torch:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class _Versions:
-    """The versions on a node, and those that checkpointless needs, as in ``>=2.6`` ("": any)."""
-
-    python: str
-    packages: Mapping[str, str]
-    needed: Mapping[str, str]
-    torch: _Torch | None = None
-    wants_gpu: bool = False
-
-
-def _judge_versions(versions: _Versions) -> list[Finding]:
-    """Return what the versions mean for a recovery."""
-    pair = untested(versions.packages)  # Megatron-core, and the framework that it is installed for
+def _versions(cpu: bool) -> list[Finding]:
+    """Return what the versions of this machine mean for a recovery."""
+    packages, needed = installed(PACKAGES), _needed()
+    pair = untested(packages)  # Megatron-core, and the framework that it is installed for
     todo = "install a pair that is tested; `checkpointless rehearse` shows whether this one is exact"
     return [
-        _of_package("Python", versions.python, versions.needed.get("Python", "")),
-        *(_of_package(name, versions.packages.get(name), versions.needed.get(name, "")) for name in PACKAGES),
+        _of_package("Python", platform.python_version(), needed.get("Python", "")),
+        *(_of_package(name, packages.get(name), needed.get(name, "")) for name in PACKAGES),
         *([] if pair is None else [_version_finding(Severity.WARNING, pair, _INSTALLED, todo)]),
-        *([] if versions.torch is None else _of_torch(versions.torch, versions.wants_gpu)),
+        *(_of_torch(_torch(), _has_driver() and not cpu) if "torch" in packages else []),
     ]
-
-
-def _read_versions(cpu: bool = False) -> _Versions:
-    """Read the versions of this machine; torch is imported in a child process, which takes seconds."""
-    packages = installed(PACKAGES)
-    torch = _torch() if "torch" in packages else None
-    return _Versions(platform.python_version(), packages, _needed(), torch, _has_driver() and not cpu)
 
 
 def _has_driver() -> bool:
@@ -307,7 +290,7 @@ def examine(
     """Examine this node, and its imports if any are named; ``progress`` hears of what takes over two seconds."""
     progress("asking torch for its versions, in a child process")
     long_s = TORCH_TIMEOUT_S + _QUICK_S
-    findings = _checked(Family.VERSIONS, lambda: _judge_versions(_read_versions(cpu)), long_s)
+    findings = _checked(Family.VERSIONS, lambda: _versions(cpu), long_s)
     findings += _checked(Family.VARIABLES, lambda: _variables(os.environ), _QUICK_S)
     findings += _checked(Family.STORAGE, lambda: _folders(os.environ, run_dir), _QUICK_S)
     findings += _checked(Family.LIMITS, lambda: [_descriptors(ranks)], _QUICK_S)

@@ -6,7 +6,7 @@ import difflib
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 
@@ -128,17 +128,10 @@ class FaultSpec:
         return (self.kind.default_s or 0.0) if self.seconds is None else self.seconds
 
     def __str__(self) -> str:
+        given = ((each.name, getattr(self, each.name), each.default) for each in fields(self) if each.name in _KEYS)
         options = [
             f"{key}={value!r}" if isinstance(value, float) else f"{key}={value}"
-            for key, value, default in (
-                ("rank", self.rank, None),
-                ("step", self.step, None),
-                ("times", self.times, 1),
-                ("prob", self.prob, None),
-                ("seed", self.seed, 0),
-                ("how", self.how, None),
-                ("seconds", self.seconds, None),
-            )
+            for key, value, default in given
             if value != default
         ]
         return f"{self.kind.value}@{self.phase.value}" + (":" + ",".join(options) if options else "")

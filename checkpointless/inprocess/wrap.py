@@ -81,7 +81,7 @@ from checkpointless.launcher.protocol.messages import (
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.scribe import flush_all, keep_traceback, without_own_frames
 from checkpointless.system.environment import RANK_ENV, STRICT_ENV, YES, own_generation, own_rank
-from checkpointless.system.threads import abandon, waited_for
+from checkpointless.system.threads import abandoned, waited_for
 
 logger = logging.getLogger(__name__)
 
@@ -771,7 +771,7 @@ class HPCallWrapper:
     def _clean_up(self, state: HPState, term_ex: BaseException) -> None:
         """Clean up after the block, and check this process. A part that takes too long has the process replaced."""
         settings = self.wrapper
-        abandon(waited_for() - self._threads)
+        abandoned.update(waited_for() - self._threads)
         with self._now.span(EventName.FINALIZE) as fields:
             with self._bounded("the abort"):
                 getattr(settings.abort, "after_block", _nothing)(state)

@@ -39,6 +39,9 @@ class ProcessState(Enum):
     IDLE = "idle"
 
 
+_STATES = {"T": ProcessState.STOPPED, "t": ProcessState.TRACED, "D": ProcessState.BLOCKED}
+
+
 @dataclass(frozen=True)
 class ProcessLook:
     """One look at a process: code of its state as in ``/proc/PID/stat`` (0: not known), and processor time.
@@ -64,19 +67,14 @@ class ProcessLook:
         own, family = (sum(map(int, after[11:end])) * 1000 // _TICKS_PER_S for end in (13, 15))
         return cls(ord(after[0]), own, int(after[1]), family)
 
-
-def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessState:
-    """Return what two looks at one process show; one that could run but did not is starved, and counts as busy."""
-    letter = chr(last.letter)
-    if letter in "T":
-        return ProcessState.STOPPED
-    if letter == "t":
-        return ProcessState.TRACED
-    if letter == "D":
-        return ProcessState.BLOCKED
-    if letter == "R" or (seconds > 0 and last.cpu_ms - first.cpu_ms >= 1000 * _BUSY_SHARE * seconds):
-        return ProcessState.BUSY
-    return ProcessState.IDLE if last.letter else ProcessState.UNKNOWN
+    def state_since(self, first: ProcessLook, seconds: float) -> ProcessState:
+        """Return what two looks show; a process that could run but did not is starved, and counts as busy."""
+        letter = chr(self.letter)
+        if letter in _STATES:
+            return _STATES[letter]
+        if letter == "R" or (seconds > 0 and self.cpu_ms - first.cpu_ms >= 1000 * _BUSY_SHARE * seconds):
+            return ProcessState.BUSY
+        return ProcessState.IDLE if self.letter else ProcessState.UNKNOWN
 
 
 _END_S = 0.1  # a killed process takes milliseconds

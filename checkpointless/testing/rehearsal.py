@@ -171,7 +171,6 @@ class _Result:
     said: tuple[str, ...] = ()
     took_s: float | None = None
     rung: str = ""
-    run_dir: Path | None = None
 
 
 def _cut(recording: Recording, course: _Course, is_whole: bool) -> Recording:
@@ -203,44 +202,38 @@ def _judge(
     took_s = last.headline_s if last is not None else None
     rung = last.rung.label if last is not None and took_s is not None else ""
     if ended.missing:
-        return _Result(trial, _Outcome.NOT_TRIED, "the run never reached that point", run_dir=run_dir)
+        return _Result(trial, _Outcome.NOT_TRIED, "the run never reached that point")
     messages = _messages_of([run_dir])
     if not ended.is_good:
         why = _why_ended(ended, incidents)
         points = _cited([why, *messages]) or ((6,) if _fails_at_reentry(incidents) else ())
-        return _Result(trial, _Outcome.NOT_RECOVERED, why, points, _citing(points, messages), run_dir=run_dir)
+        return _Result(trial, _Outcome.NOT_RECOVERED, why, points, _citing(points, messages))
     run = _cut(read_steps(run_dir), course, whole and ended.code is not None)
     verdict = ended.compare(calm, run, without)
     if verdict.equal:
         steps = len({place.step for place in verdict.made_again})
         again = f"went back, and made {plural(steps, 'step')} again" if steps else ""
-        return _Result(trial, _Outcome.EXACT, again, took_s=took_s, rung=rung, run_dir=run_dir)
+        return _Result(trial, _Outcome.EXACT, again, took_s=took_s, rung=rung)
     found = [each for each in differences(calm, run) if each.what not in without]
     points = _blamed(found, messages, course.is_lightning)
     why = verdict.sentence.removeprefix("not equal: ").partition("; not compared")[0]
-    return _Result(trial, _Outcome.INEXACT, why, points, _citing(points, messages), took_s, rung, run_dir)
+    return _Result(trial, _Outcome.INEXACT, why, points, _citing(points, messages), took_s, rung)
 
 
-def _blamed(found: Sequence[Difference], messages: Iterable[str], is_lightning: bool) -> tuple[int, ...]:
+def _blamed(found: Sequence[Difference], messages: Sequence[str], is_lightning: bool) -> tuple[int, ...]:
     """Return the points of the contract that differences point to, the most likely first."""
     step = min((each.step for each in found), default=0)
     earliest = [each for each in found if each.step == step]
-    points = []
-    if any(each.quantity is Quantity.BATCH for each in earliest):
-        points += [5, *_cited(messages)]  # what a loop keeps for itself may choose the batch
+    what, cited = {each.quantity for each in earliest}, _cited(messages)
+    own = [each.name for each in earliest if each.quantity is Quantity.OWN]
     of_state = [1 for each in earliest if each.quantity in _OF_HOOKS]
-    for each in earliest:
-        if each.quantity is Quantity.OWN and not _is_random(each.name):
-            of_state.append(3 if each.name.startswith("state.") else 2)
-    if of_state and not points and any(each.quantity is Quantity.LOSS for each in earliest):
-        points += _cited(messages) or [4]  # state at the end of a step may follow from the step's loss
-    points += of_state
-    if not points:
-        points += _cited(messages)
-    if not points and any(each.quantity is Quantity.OWN and _is_random(each.name) for each in earliest):
-        points.append(5)
-    if not points:
-        points += [2, 4, 5] if is_lightning else [3, 4, 5]
+    of_state += [3 if name.startswith("state.") else 2 for name in own if not _is_random(name)]
+    if Quantity.BATCH in what:
+        points = [5, *cited, *of_state]  # what a loop keeps for itself may choose the batch
+    elif of_state and Quantity.LOSS in what:
+        points = [*(cited or [4]), *of_state]  # state at the end of a step may follow from the step's loss
+    else:
+        points = of_state or [*cited] or ([5] if own else [2 if is_lightning else 3, 4, 5])
     return tuple(dict.fromkeys(points))
 
 
@@ -334,14 +327,17 @@ class _Page:
         if course is not None:
             on, steps = wording.plural(course.ranks, "rank"), f"steps {course.first} to {course.last}"
             say(f"rehearsal of {self.name}: {on}, {steps}, two runs without faults")
-            _say_all(say, _notes(self))
+            for note in _notes(course, self.not_compared):
+                say(f"- {note}")
         if self.results:
             console.print(_table(self.results))
             say(f"tried: {_tried(self.results)}")
         for each in self.worst:
             say(f"{each.trial.fault}: {each.why}{_contract(each)}")
-            _say_all(say, [f"said in that run: {text}" for text in each.said])
-        _say_all(say, [f"warning: {text}" for text in self.warnings])
+            for text in each.said:
+                say(f"- said in that run: {text}")
+        for text in self.warnings:
+            say(f"- warning: {text}")
         if self.folder is not None:
             say(
                 f"the runs are in {self.folder} (checkpointless report, verify); the same again: --seed {self.seed}"
@@ -356,9 +352,9 @@ class _Page:
                 "verdict": {EXACT: "exact", INEXACT: "inexact", NOT_REHEARSED: "not rehearsed"}[self.status],
                 "sentence": self.sentence,
                 "problem": self.problem,
-                "first_step": None if course is None else course.first,
-                "last_step": None if course is None else course.last,
-                "ranks": None if course is None else course.ranks,
+                "first_step": course and course.first,
+                "last_step": course and course.last,
+                "ranks": course and course.ranks,
                 "faults": [
                     {
                         "fault": each.trial.fault,
@@ -375,7 +371,7 @@ class _Page:
                 "not_compared": list(self.not_compared),
                 "warnings": list(self.warnings),
                 "seed": self.seed,
-                "folder": None if self.folder is None else str(self.folder),
+                "folder": self.folder and str(self.folder),
             },
             indent=1,
         )
@@ -389,26 +385,14 @@ def _contract(result: _Result) -> str:
     return f"; this {sure} docs/contract.md, {named}"
 
 
-def _notes(page: _Page) -> list[str]:
-    course = page.course
-    notes = []
-    if course is not None and course.first > 1:
-        notes.append(f"the script resumed from a checkpoint after step {course.first - 1}")
-    for reached, what in (
-        () if course is None else ((course.epoch_ends, "epoch's end"), (course.validations, "validation"))
-    ):
+def _notes(course: _Course, not_compared: Sequence[str]) -> Iterator[str]:
+    if course.first > 1:
+        yield f"the script resumed from a checkpoint after step {course.first - 1}"
+    for reached, what in (course.epoch_ends, "epoch's end"), (course.validations, "validation"):
         if not reached:
-            notes.append(
-                f"no {what} was seen in these steps, so no fault came right after one: try more with --steps"
-            )
-    if page.not_compared:
-        notes.append(f"not compared, because two runs without faults differ there: {', '.join(page.not_compared)}")
-    return notes
-
-
-def _say_all(say: Callable[[str], None], lines: Sequence[str]) -> None:
-    for line in lines:
-        say(f"- {line}")
+            yield f"no {what} was seen in these steps, so no fault came right after one: try more with --steps"
+    if not_compared:
+        yield f"not compared, because two runs without faults differ there: {', '.join(not_compared)}"
 
 
 def _tried(results: Sequence[_Result]) -> str:

@@ -82,7 +82,8 @@ def _twice(options: argparse.Namespace) -> int:
 
 def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path) -> int:
     """Train twice, compare and show all; return 0 if the runs are equal and every fault happened, else 1."""
-    from checkpointless.cli.tables import console, loss_table, show_report, verdict_table
+    from checkpointless.cli.tables import console, loss_table, show_job, verdict_table
+    from checkpointless.observability.report.summary import Job as Runs
     from checkpointless.observability.report.summary import build_report
     from checkpointless.observability.telemetry.steps import read_steps
     from checkpointless.testing.demo.trainers import GLOBAL_BATCH
@@ -104,7 +105,7 @@ def _run_demo(trainer: Trainer, task: Task, faults: Sequence[str], run_dir: Path
     calm, rough = ended
     a, b = (read_steps(each.run_dir) for each in ended)
     verdict = rough.compare(a, b)
-    show_report(build_report(str(rough.run_dir), rough.events), page)
+    show_job(Runs.of([build_report(str(rough.run_dir), rough.events)]), page)
     page.print(verdict_table(verdict, a, b, (calm.name, rough.name)))
     page.print(loss_table(a, b))
     for fault in rough.missing:

@@ -9,8 +9,8 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,8 +65,7 @@ def launch_coordinator(config: JobConfig, say: Callable[[str], None]) -> int:
     if config.run_dir is not None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     signals: list[int] = []
-    events, http, watch = _observing(config, OUTSIDE)
-    with handling(ENDING, signals.append), http or nullcontext(), LogRelay(), closing(scribe):
+    with _observed(config, ENDING, signals, OUTSIDE) as (events, http, watch):
         try:
             if http is not None:
                 http.open(say)
@@ -84,32 +83,29 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     config.logs.mkdir(parents=True, exist_ok=True)
     signals: list[int] = []
     handled = (*ENDING, *PASSED_ON, *((CUT_SIGNAL,) if config.faults and not config.is_alone else ()))
-    events, http, watch = _observing(
-        config, config.node_rank, config.job or Path(config.script).stem, config.script
-    )
+    job = config.job or Path(config.script).stem
     with (
-        handling(handled, signals.append),
+        _observed(config, handled, signals, config.node_rank, job, config.script) as (events, http, watch),
         private_folder() as folder,
-        http or nullcontext(),
-        LogRelay(),
-        closing(scribe),
     ):
         return _run(config, folder, events, signals, say, http, watch)
 
 
-def _observing(
-    config: JobConfig, node: int, job: str = "", script: str = ""
-) -> tuple[EventLog, HttpStatus | None, Watch | None]:
-    """Return the event log of this process and, if HTTP is asked for, its server and what that shows."""
-    path = None if config.run_dir is None else config.run_dir / EVENTS_FILE
-    if config.http_port is None:
-        return EventLog(path, node=node), None, None
-    from checkpointless.launcher.agent.watch import Watch
-    from checkpointless.observability.monitoring.http_status import HttpStatus
-    from checkpointless.observability.monitoring.metrics import JobNames
+@contextmanager
+def _observed(
+    config: JobConfig, handled: Iterable[int], signals: list[int], node: int, job: str = "", script: str = ""
+) -> Iterator[tuple[EventLog, HttpStatus | None, Watch | None]]:
+    """Note signals, and yield the event log and, if HTTP is asked for, its server and what that shows."""
+    path, http, watch = None if config.run_dir is None else config.run_dir / EVENTS_FILE, None, None
+    if config.http_port is not None:
+        from checkpointless.launcher.agent.watch import Watch
+        from checkpointless.observability.monitoring.http_status import HttpStatus
 
-    watch = Watch(node, JobNames(job, "" if config.run_dir is None else str(config.run_dir), script))
-    return watch.log(path), HttpStatus(config.http_host, config.http_port, watch), watch
+        watch = Watch(node, job, "" if config.run_dir is None else str(config.run_dir), script)
+        http = HttpStatus(config.http_host, config.http_port, watch)
+    events = EventLog(path, node=node) if watch is None else watch.log(path)
+    with handling(handled, signals.append), http or nullcontext(), LogRelay(), closing(scribe):
+        yield events, http, watch
 
 
 def _run(

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.messages import RankState
-from checkpointless.observability.monitoring.metrics import (
-    JobNames,
-    JobStatus,
-    Metrics,
-    RankStatus,
-    RunLog,
-    Snapshot,
-    Source,
-)
+from checkpointless.observability.monitoring.metrics import JobStatus, Metrics, RankStatus, RunLog, Snapshot, Source
 from checkpointless.observability.telemetry.events import Event, EventLog
 
 if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process of its own needs none
@@ -37,9 +29,9 @@ _BEATING = (RankState.RUNNING, RankState.LEAVING)
 class Watch:
     """Keeps the snapshot of a loop up to date, which is replaced and never changed."""
 
-    def __init__(self, node: int, names: JobNames | None = None) -> None:
+    def __init__(self, node: int, job: str = "", run_dir: str = "", script: str = "") -> None:
         self.snapshot = Snapshot(node)
-        self.metrics = Metrics(node, names or JobNames())
+        self.metrics = Metrics(node, job, run_dir, script)
         self.run_log: RunLog | None = None
         self._again_at_s = 0.0
 

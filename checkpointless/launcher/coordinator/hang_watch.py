@@ -19,7 +19,7 @@ from checkpointless.launcher.protocol.causes import Cause, CauseKind
 from checkpointless.launcher.protocol.messages import Answer, Inquire, Kill, Progress, RankState, Silent, SilentRank
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.wording import numbered
-from checkpointless.system.process_tree import ProcessLook, ProcessState, state_of
+from checkpointless.system.process_tree import ProcessLook, ProcessState
 
 _NEARLY = 0.9  # ranks that wait for a stalled rank stopped at about the same time
 SHARING = 0.5  # the share of its limit after which a rank counts as part of another rank's stall
@@ -292,7 +292,7 @@ class HangWatch:
             _Stance.MUTE,
             said.age_ms / 1000,
             self._heartbeat.within_step_s(longest_s) if said.in_step else self._ceiling_s,
-            state_of(first[0], look, now_s - first[1]),
+            look.state_since(first[0], now_s - first[1]),
             beat=said.beat,
             making=said.making,
             since_s=time.monotonic() - said.quiet_ms / 1000,

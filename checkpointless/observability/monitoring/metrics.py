@@ -37,20 +37,6 @@ STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
 
 
 @dataclass(frozen=True)
-class JobNames:
-    """What a job is called, for the labels of its metrics ("": not known)."""
-
-    job: str = ""
-    run_dir: str = ""
-    script: str = ""
-
-    @property
-    def run(self) -> str:
-        """Name of the run."""
-        return Path(self.run_dir).name
-
-
-@dataclass(frozen=True)
 class RankStatus:
     """A rank of this node, as its board shows it; ``beat_age_s`` is None while it is not in its block."""
 
@@ -331,12 +317,12 @@ def _kind(spec: str) -> str:
 class Metrics:
     """Counts events, and makes the page; ``open`` is how incidents came about whose ranks have not met again."""
 
-    def __init__(self, node: int, names: JobNames) -> None:
+    def __init__(self, node: int, job: str = "", run_dir: str = "", script: str = "") -> None:
         prometheus_client.disable_created_metrics()
         self.open: dict[str, str] = {}
         self.incidents = 0
-        self.names = names
-        whose = {"job": names.job, "run": names.run, "node": "coordinator" if node == OUTSIDE else str(node)}
+        self._about = {"version": version("checkpointless"), "script": script, "run_dir": run_dir}
+        whose = {"job": job, "run": Path(run_dir).name, "node": "coordinator" if node == OUTSIDE else str(node)}
         self._whose = {name: value for name, value in whose.items() if value}
         self._inexact: set[int] = set()  # generations
         self._registries = {source: CollectorRegistry() for source in Source}
@@ -381,7 +367,7 @@ class Metrics:
         is_node = now.node != OUTSIDE
         due = {Source.AGENT: is_node, Source.COORDINATOR: now.job is not None, Source.RANKS: is_node and has_log}
         pages = [generate_latest(self._registries[source]) for source, is_due in due.items() if is_due]
-        return b"".join([generate_latest(_Gauges(self._whose, self.names, now, account)), *pages])
+        return b"".join([generate_latest(_Gauges(self._whose, self._about, now, account)), *pages])
 
 
 # --- What the snapshot and the report say -------------------------------------------------------------------------
@@ -392,13 +378,13 @@ _Value = float | Mapping[Any, float | None] | None  # Any: a label, which is wri
 class _Gauges(Collector):
     """The metric families of one snapshot; a value that is not known yet has no sample."""
 
-    def __init__(self, whose: Mapping[str, str], names: JobNames, now: Snapshot, account: Report | None) -> None:
-        self._whose, self._names, self._now, self._account = whose, names, now, account
+    def __init__(
+        self, whose: Mapping[str, str], about: Mapping[str, str], now: Snapshot, account: Report | None
+    ) -> None:
+        self._whose, self._about, self._now, self._account = whose, about, now, account
 
     def collect(self) -> Iterator[Family]:
-        now, names = self._now, self._names
-        about = {**self._whose, "version": version("checkpointless"), "script": names.script}
-        about["run_dir"] = names.run_dir
+        now, about = self._now, {**self._whose, **self._about}
         info = GaugeMetricFamily("checkpointless_info", "What runs here; always 1.", labels=list(about))
         info.add_metric(list(about.values()), 1)
         yield info

@@ -6,14 +6,12 @@ import _thread
 import atexit
 import copy
 import functools
-import hashlib
 import logging
 import os
 import queue
 import runpy
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -251,27 +249,6 @@ def without_own_frames(error: BaseException) -> BaseException:
     if first is not None or isinstance(error, SyntaxError):  # a script that cannot be compiled has no frame
         error.__traceback__ = first
     return error
-
-
-def is_first_with(error: BaseException) -> bool:
-    """Return whether no other process that shares the run directory has claimed this traceback, and claim it."""
-    run_dir = own_run_dir()
-    if run_dir is None:
-        return True
-    try:
-        text = "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001 - whatever a script's exception raises when it is asked for its text
-        return True
-    name = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
-    try:
-        (run_dir / TRACEBACKS_DIR).mkdir(exist_ok=True)
-        with (run_dir / TRACEBACKS_DIR / f"script-{name}.txt").open("x", errors="backslashreplace") as file:
-            file.write(text)
-    except FileExistsError:
-        return False
-    except OSError as problem:  # the disk: then it is printed once more
-        logger.warning("a traceback could not be written: %s", problem)
-    return True
 
 
 def _is_own(code: types.CodeType) -> bool:

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.cli.terminal import closing_line
+from checkpointless.cli.terminal import Terminal
 from checkpointless.observability.telemetry.events import EVENTS_FILE
 from tests.unit.made_up_run import MadeUpRun
+
+
+def closing_line(run_dir: Path, status: int) -> str:
+    return Terminal(print, run_dir, 0).closing_line(status)
 
 
 def test_it_says_steps_incidents_seconds_and_where_the_report_is(tmp_path: Path) -> None:

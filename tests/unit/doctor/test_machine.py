@@ -81,7 +81,7 @@ def test_a_check_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -
     def fails(cpu: bool) -> None:
         raise RuntimeError("no metadata")
 
-    monkeypatch.setattr(node, "_read_versions", fails)
+    monkeypatch.setattr(node, "_versions", fails)
     said: list[str] = []
     found = node.examine(ranks=1, run_dir=None, cpu=True, preload=(), script=None, progress=said.append)
     assert "the check failed: RuntimeError: no metadata" in {each.seen for each in found}

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.launcher.agent.watch import Watch
-from checkpointless.observability.monitoring.metrics import OUTSIDE, STALE_S, JobNames, Snapshot
+from checkpointless.observability.monitoring.metrics import OUTSIDE, STALE_S, Snapshot
 from checkpointless.observability.telemetry.event_names import EventName
 from tests.unit.monitoring.http_exchange import SNAPSHOT, get, pages_of
 
@@ -125,7 +125,7 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
 
 
 def test_every_sample_says_whose_it_is() -> None:
-    watch = Watch(0, JobNames("train", "/data/runs/20260101T120000Z-train", "train.py"))
+    watch = Watch(0, "train", "/data/runs/20260101T120000Z-train", "train.py")
     watch.snapshot = SNAPSHOT
     body = get(watch, "/metrics")[1]
     families = list(text_string_to_metric_families(body))

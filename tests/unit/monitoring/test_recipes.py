@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointless.observability.monitoring.metrics import JobNames, Metrics
+from checkpointless.observability.monitoring.metrics import Metrics
 from checkpointless.observability.report.summary import build_report
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.monitoring.http_exchange import SNAPSHOT
@@ -35,7 +35,7 @@ def served() -> Mapping[str, dict[str, set[str]]]:
     run.start()
     run.incident(31.0, "1", committed=21, resumed=15)
     report = build_report("/runs/one", run.events)
-    page = Metrics(0, JobNames("train", "/runs/one", "train.py")).page(SNAPSHOT, report).decode()
+    page = Metrics(0, "train", "/runs/one", "train.py").page(SNAPSHOT, report).decode()
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

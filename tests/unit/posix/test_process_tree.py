@@ -21,7 +21,6 @@ from checkpointless.system.process_tree import (
     ProcessTree,
     families,
     kill_descendants,
-    state_of,
 )
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
@@ -148,7 +147,7 @@ def _until(process: subprocess.Popen[bytes], state: ProcessState) -> None:
     while True:
         first = ProcessLook.at(process.pid)
         time.sleep(0.2)
-        if state_of(first, ProcessLook.at(process.pid), 0.2) is state:
+        if ProcessLook.at(process.pid).state_since(first, 0.2) is state:
             return
         assert time.monotonic() < deadline, state
 
@@ -163,7 +162,7 @@ def test_a_process_that_sleeps_or_is_stopped_is_seen(process: subprocess.Popen[b
 
 def test_what_the_kernel_says_of_a_process() -> None:
     def seen(letter: str, cpu_ms: int = 0) -> ProcessState:
-        return state_of(ProcessLook(ord(letter), 0), ProcessLook(ord(letter), cpu_ms), 1.0)
+        return ProcessLook(ord(letter), cpu_ms).state_since(ProcessLook(ord(letter), 0), 1.0)
 
     assert [seen(letter) for letter in "TtDRSI"] == [
         ProcessState.STOPPED,
@@ -174,7 +173,7 @@ def test_what_the_kernel_says_of_a_process() -> None:
         ProcessState.IDLE,
     ]
     assert seen("S", 500) is ProcessState.BUSY
-    assert state_of(ProcessLook(), ProcessLook(), 1.0) is ProcessState.UNKNOWN
+    assert ProcessLook().state_since(ProcessLook(), 1.0) is ProcessState.UNKNOWN
     assert ProcessLook.at(None) == ProcessLook()
     assert ProcessLook.at(os.getpid()).cpu_ms > 0
 

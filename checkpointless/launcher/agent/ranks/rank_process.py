@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import hashlib
 import io
 import logging
 import os
@@ -24,13 +25,13 @@ from checkpointless.launcher.protocol.board import Board
 from checkpointless.launcher.protocol.causes import exit_code
 from checkpointless.launcher.protocol.messages import GiveUp
 from checkpointless.observability.telemetry.scribe import (
+    TRACEBACKS_DIR,
     LogRelay,
     apply_log_level,
     flush_all,
-    is_first_with,
     without_own_frames,
 )
-from checkpointless.system.environment import RANK_ENV, own_generation
+from checkpointless.system.environment import RANK_ENV, own_generation, own_run_dir
 from checkpointless.system.signals import STACKS_SIGNAL
 from checkpointless.system.threads import abandoned, waited_for
 
@@ -118,7 +119,7 @@ def _wait_for_threads() -> None:
     """Wait for the threads that Python waits for, but not for those that an earlier entry of the block has left."""
     for call in reversed(threading._threading_atexits):  # type: ignore[attr-defined]  # executors end their work
         call()
-    while threads := waited_for() - abandoned():
+    while threads := waited_for().difference(abandoned):
         threads.pop().join()
 
 
@@ -138,7 +139,7 @@ def _code_of(error: BaseException) -> int:
 def _report(error: BaseException) -> None:
     """Print what has ended the script, once per node; tell the agent of an import that would fail again."""
     without_own_frames(error)
-    if is_first_with(error):
+    if _is_first_with(error):
         sys.excepthook(type(error), error, error.__traceback__)
     else:
         last = "".join(traceback.format_exception_only(error)).rstrip().rpartition("\n")[2]
@@ -149,3 +150,24 @@ def _report(error: BaseException) -> None:
             rank = os.environ.get(RANK_ENV, "0")
             reason = f"rank {rank} cannot run the script: {type(error).__name__}: {error}"
             client.send(GiveUp(own_generation(), reason))
+
+
+def _is_first_with(error: BaseException) -> bool:
+    """Return whether no other process that shares the run directory has claimed this traceback, and claim it."""
+    run_dir = own_run_dir()
+    if run_dir is None:
+        return True
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - whatever a script's exception raises when it is asked for its text
+        return True
+    name = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
+    try:
+        (run_dir / TRACEBACKS_DIR).mkdir(exist_ok=True)
+        with (run_dir / TRACEBACKS_DIR / f"script-{name}.txt").open("x", errors="backslashreplace") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    except OSError as problem:  # the disk: then it is printed once more
+        logger.warning("a traceback could not be written: %s", problem)
+    return True

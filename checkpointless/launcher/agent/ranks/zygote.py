@@ -36,7 +36,6 @@ from checkpointless.system.process_tree import (
     ProcessLook,
     ProcessTree,
     kill_descendants,
-    state_of,
     wait_for_killed,
 )
 from checkpointless.system.signals import ENDING, PASSED_ON
@@ -414,7 +413,7 @@ class ForkServer:
             self._kill()
             raise ForkServerLostError(
                 f"the fork server has not answered for {ANSWER_LIMIT_S:g} s "
-                f"({state_of(look, look, 0.0).value}), and was killed with the ranks"
+                f"({look.state_since(look, 0.0).value}), and was killed with the ranks"
             )
         return found
 
