@@ -25,8 +25,7 @@ from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute
 from checkpointless.launcher.protocol.messages import Command, End, Progress, RankState, Standing
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Edge, EventLog
-from checkpointless.observability.telemetry.narration import INCIDENT
-from checkpointless.observability.telemetry.wording import plural
+from checkpointless.observability.telemetry.wording import INCIDENT, plural
 from checkpointless.system import environment
 
 NOT_YET = "it has not joined yet"

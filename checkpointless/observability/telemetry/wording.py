@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Collection
 
 UNKNOWN = "unknown"
+INCIDENT = "incident "  # beginning of an incident's first and last line
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from checkpointless.cli.terminal import Terminal
+from checkpointless.cli.terminal import Terminal, _Narrator
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog, read_events
-from checkpointless.observability.telemetry.narration import Narrator
 from checkpointless.observability.telemetry.scribe import keep_traceback, scribe, traceback_path
 from checkpointless.system.environment import RUN_DIR_ENV
 from tests.waiting import wait_until
@@ -62,11 +61,11 @@ def log(tmp_path: Path) -> EventLog:
 
 
 @pytest.fixture
-def narrator(tmp_path: Path) -> Narrator:
-    return Narrator(tmp_path, 0, os.getpid())
+def narrator(tmp_path: Path) -> _Narrator:
+    return _Narrator(tmp_path, 0, os.getpid())
 
 
-def told(narrator: Narrator, log: EventLog) -> list[str]:
+def told(narrator: _Narrator, log: EventLog) -> list[str]:
     assert log.path is not None
     lines: list[str] = []
     for event in read_events(log.path.parent):
@@ -74,7 +73,7 @@ def told(narrator: Narrator, log: EventLog) -> list[str]:
     return lines
 
 
-def test_an_incident_is_a_block_of_a_dozen_lines(narrator: Narrator, log: EventLog) -> None:
+def test_an_incident_is_a_block_of_a_dozen_lines(narrator: _Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)
     log.emit(EventName.RESPAWN, "begin", generation=1, rank=1, incident="1")
@@ -95,11 +94,11 @@ def test_other_coordinators_incidents_are_theirs(tmp_path: Path, log: EventLog) 
     incident(log)
     recovery(log)
     recovered(log)
-    assert told(Narrator(tmp_path, 1, os.getpid()), log) == []
-    assert told(Narrator(tmp_path, 0, os.getpid() + 1), log) == []
+    assert told(_Narrator(tmp_path, 1, os.getpid()), log) == []
+    assert told(_Narrator(tmp_path, 0, os.getpid() + 1), log) == []
 
 
-def test_a_second_fault_begins_a_second_block(narrator: Narrator, log: EventLog) -> None:
+def test_a_second_fault_begins_a_second_block(narrator: _Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)
     ranks_end(log, 1, "init")
@@ -112,7 +111,7 @@ def test_a_second_fault_begins_a_second_block(narrator: Narrator, log: EventLog)
     assert not narrator.is_telling
 
 
-def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: Narrator, log: EventLog) -> None:
+def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: _Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)
     ranks_end(log, 1, "decide", target=2)
@@ -126,7 +125,7 @@ def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: Narrator, log
 
 @pytest.mark.parametrize("is_late", [True, False], ids=["the-start's-word-is-late", "a-successor-of-a-move-waited"])
 def test_a_wait_while_training_went_on_is_not_the_wait_of_the_incident(
-    narrator: Narrator, log: EventLog, is_late: bool
+    narrator: _Narrator, log: EventLog, is_late: bool
 ) -> None:
     begin(log)
     words = (EventName.BARRIER, 1), (EventName.GO, None)
@@ -147,7 +146,7 @@ def test_a_wait_while_training_went_on_is_not_the_wait_of_the_incident(
     assert float(barrier.split()[1]) < 4.0, barrier
 
 
-def test_a_long_import_is_told_of(narrator: Narrator, log: EventLog) -> None:
+def test_a_long_import_is_told_of(narrator: _Narrator, log: EventLog) -> None:
     begin(log)
     told(narrator, log)  # at 0 s
     assert not list(narrator.tick(1.0))
@@ -161,7 +160,7 @@ def test_a_long_import_is_told_of(narrator: Narrator, log: EventLog) -> None:
     assert not list(narrator.tick(60.0))
 
 
-def test_silence_is_broken(narrator: Narrator, log: EventLog) -> None:
+def test_silence_is_broken(narrator: _Narrator, log: EventLog) -> None:
     begin(log)
     log.emit(EventName.DETECT, "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="exception")
     log.emit(EventName.BARRIER, "begin", generation=0, rank=0)
@@ -243,8 +242,8 @@ def test_odd_lines_and_errors_do_not_silence_the_terminal(
         terminal.say("one")
         wait_until(lambda: shown == ["one"])
         terminal.say("this cannot be shown")
-        monkeypatch.setattr(Narrator, "tick", breaks)
-        monkeypatch.setattr(Narrator, "take", breaks)
+        monkeypatch.setattr(_Narrator, "tick", breaks)
+        monkeypatch.setattr(_Narrator, "take", breaks)
         incident(log)
         terminal.say("two")
         wait_until(lambda: shown == ["one", "two"])

@@ -10,12 +10,12 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 45_682,
-    "modules of the product": 210,
-    "public names of the product": 615,
+    "lines of the product": 45_537,
+    "modules of the product": 209,
+    "public names of the product": 603,
     "private names of other packages": 104,
-    "lines of the tests": 48_211,
-    "bytes of docs/": 202_282,
+    "lines of the tests": 48_220,
+    "bytes of docs/": 202_261,
     "bytes of docs/architecture.md": 34_860,
     "bytes of docs/guarantees.md": 13_393,
     "lines of README.md": 129,

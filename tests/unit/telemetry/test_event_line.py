@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from checkpointless.cli.terminal import _Narrator
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.report.trace import write_trace
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, Event, read_events
-from checkpointless.observability.telemetry.narration import Narrator
 from tests.unit.report.reports import as_json, html_page, simple_run
 
 GOOD: dict[str, Any] = {
@@ -109,7 +109,7 @@ def test_odd_fields_end_neither_report_nor_narration(
     json.loads(as_json(report))
     json.loads(write_trace(report, events))
     html_page(report, {})
-    narrator = Narrator(tmp_path, 0, 7)
+    narrator = _Narrator(tmp_path, 0, 7)
     for event in events:
         list(narrator.take(event, 0.0))
     list(narrator.tick(100.0))
