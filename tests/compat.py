@@ -37,8 +37,6 @@ print(json.dumps({"Python": platform.python_version()}
 
 @dataclass(frozen=True)
 class Environment:
-    """Describes an environment to try."""
-
     name: str
     python: str
     requirements: tuple[str, ...]
@@ -49,8 +47,6 @@ class Environment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Describes what came of an environment."""
-
     name: str
     versions: str
     result: str
@@ -88,7 +84,6 @@ def interpreter(version: str) -> Path | None:
 
 
 def logged(what: str, command: Sequence[str | Path], log: Path, plain_pip: bool = False) -> int:
-    """Say what a command does, run it into a log, and return its exit status."""
     print(f"compat: {what}", flush=True)
     env = {**os.environ, "PIP_CONFIG_FILE": os.devnull} if plain_pip else None
     with log.open("w") as out:
@@ -104,13 +99,11 @@ def why_not_installed(log: str) -> str:
 
 
 def summary(log: str) -> str:
-    """Return the last line of pytest: how many passed, failed and were skipped."""
     counted = [line for line in log.splitlines() if re.search(r"\d+ (passed|failed|errors?|skipped)\b.* in ", line)]
     return counted[-1].strip("= ") if counted else "pytest said no result"
 
 
 def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
-    """Make an environment, run the tests in it, and remove it."""
     name = environment.name
     python = interpreter(environment.python)
     if python is None:

@@ -44,7 +44,6 @@ def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """Set up a process group of this process alone."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -25,8 +25,6 @@ _MARKER = "CHECKPOINTLESS_TEST_JOB"
 
 @dataclass(frozen=True)
 class Ended:
-    """Describes a job that is over."""
-
     code: int
     out: str
     err: str
@@ -85,7 +83,6 @@ class Job:
         return found
 
     def notes(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
-        """Return what the ranks have noted of ``kind`` so far."""
         lines = [
             json.loads(line)
             for path in sorted(self.run_dir.glob("notes-*.jsonl"))
@@ -101,11 +98,9 @@ class Job:
             return ""
 
     def events(self, stage: str) -> list[Any]:
-        """Return the job's events of one stage."""
         return [event for event in read_events(self.run_dir) if event.stage == stage]
 
     def zygote(self) -> psutil.Process:
-        """Return the process that ranks are forked from."""
         (zygote,) = psutil.Process(self.process.pid).children()
         return zygote
 
@@ -126,7 +121,6 @@ def imports_torch(script: Path) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether there is such a process that is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

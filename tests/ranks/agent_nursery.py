@@ -63,7 +63,6 @@ class ForkedAgent:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
-        """Read both streams to their ends, and wait for the process."""
         said = ["", ""]
 
         def read(index: int, stream: IO[str]) -> None:
@@ -82,7 +81,6 @@ class ForkedAgent:
 
 
 def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection) -> None:
-    """Launch the job in the forked process, as the command line would."""
     os.environ.clear()
     os.environ.update(env)
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -98,7 +98,6 @@ def plain(state: Any) -> Any:
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a state, which another number of ranks can load, too."""
     return {"model": state["model"], "optimizer": state["optimizer"]}
 
 
@@ -198,7 +197,6 @@ class Player:
         )
 
     def load_registered(self, name: str, seed: int) -> bool:
-        """Save and load without giving a strategy, with ours registered; return whether ours loaded."""
         register(self.copies)
         try:
             self._save(name, sharded(seed), "default", False)

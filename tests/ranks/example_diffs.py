@@ -21,7 +21,6 @@ def ranks_of(name: str) -> int:
 
 
 def changed_lines(diff: str, sign: str) -> list[str]:
-    """Return the lines that a diff adds ("+") or takes out ("-")."""
     return [line[1:] for line in diff.splitlines() if line.startswith(sign) and not line.startswith(sign * 3)]
 
 

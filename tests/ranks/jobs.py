@@ -33,8 +33,6 @@ TOKEN = "a secret of the tests that is long enough"
 
 @dataclass(frozen=True)
 class Job:
-    """Describes how a job ended: its exit code, the agent's lines for the terminal, and where it wrote."""
-
     code: int
     said: tuple[str, ...]
     run_dir: Path
@@ -121,7 +119,6 @@ def faults_in(phases: Sequence[str], kind: str, ranks: int) -> list[str]:
 
 
 def known_steps(zygote: Zygote, folders: pytest.TempPathFactory) -> Callable[..., Steps]:
-    """Return a function for the steps of a run without faults; it makes each kind of run once."""
     trainings = Trainings(zygote, folders, RUNNER)
     return lambda nproc, args: trainings.calm(nproc, *args).steps
 
@@ -184,7 +181,6 @@ def run_nodes(
 def _arguments(
     run_dir: Path, nproc: int, script: str, args: tuple[str, ...], faults: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the fields of ``LaunchConfig`` that every job of a test has."""
     return {
         "nproc_per_node": nproc,
         "script": script,
@@ -210,7 +206,6 @@ class OutsideCoordinator:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it listens."""
         environment = {**os.environ, TOKEN_ENV: TOKEN}
         self._process = subprocess.Popen(self._command, env=environment, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
@@ -221,7 +216,6 @@ class OutsideCoordinator:
         self._process.communicate()
 
     def end(self) -> str:
-        """Wait for its good end, and return what it said."""
         _, said = self._process.communicate(timeout=180)
         assert self._process.returncode == 0, said
         return said
@@ -229,8 +223,6 @@ class OutsideCoordinator:
 
 @dataclass(frozen=True)
 class Scene:
-    """Represents a job of several nodes while it runs."""
-
     run_dir: Path
     coordinator: OutsideCoordinator | None
     network: Network | None
@@ -265,7 +257,6 @@ def _accompanied(scene: Scene, act: Callable[[Scene], None] | None) -> Iterator[
 
 
 def launch_here(settings: dict[str, Any], late: float | None, hosts: list[str]) -> dict[str, Any]:
-    """Be the agent of the node whose number this forked process was given."""
     from checkpointless.launcher.agent.launch import launch
     from checkpointless.launcher.agent.launch_config import LaunchConfig
 

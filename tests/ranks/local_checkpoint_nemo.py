@@ -78,8 +78,6 @@ class Recorder(Callback):
 
 
 class _Once(Callback):
-    """Saves NeMo's checkpoint after the first step."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 

@@ -83,15 +83,12 @@ def play(
 
 
 class Writer(threading.Thread):
-    """Carries a request out, as a queue of Megatron's or NVRx's does."""
-
     def __init__(self, request: AsyncRequest) -> None:
         super().__init__(target=request.write, daemon=True)
         self.request = request
         self.start()
 
     def wait(self) -> None:
-        """Wait until the files are written, and end the save."""
         self.join(60)
         assert not self.is_alive()
         self.request.execute_finalize_fns()
@@ -102,8 +99,6 @@ class Unknown(BasicTensorAwareStateDict):
 
 
 class Player:
-    """Makes the calls."""
-
     def __init__(self, root: Path, folder: Path, strategy: ReplicationStrategy | None) -> None:
         self.root = root
         self.folder = folder
@@ -120,11 +115,9 @@ class Player:
         self.manager.save({}, 10 + self.rank)
 
     def save_unsafe(self, iteration: int, rank: int) -> None:
-        """Save, with something in the state of one rank that cannot be saved."""
         self.manager.save({"callbacks": [object() if self.rank == rank else 0]}, iteration)
 
     def save_of_a_class_known_to(self, rank: int) -> None:
-        """Save on ``rank`` a state of a class that no other rank has registered."""
         if self.rank != rank:
             self.manager.save({}, 5)
             return
@@ -158,26 +151,22 @@ class Player:
         }
 
     def delete(self, *patterns: str) -> None:
-        """Let rank 0 delete files, or whole nodes' directories."""
         for path in self._matching(patterns):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def damage(self, *patterns: str) -> None:
-        """Let rank 0 flip a bit in the middle of files."""
         for path in self._matching(patterns):
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
 
     def swap(self, one: str, other: str) -> None:
-        """Let rank 0 give two nodes each other's directory."""
         if self.rank == 0:
             (self.root / one).rename(self.root / "aside")
             (self.root / other).rename(self.root / one)
             (self.root / "aside").rename(self.root / other)
 
     def files(self, pattern: str = "*") -> list[str]:
-        """Return the files in the nodes' directories."""
         return sorted(str(path.relative_to(self.root)) for path in self.root.glob(f"*/{pattern}"))
 
     def _matching(self, patterns: Sequence[str]) -> list[Path]:
@@ -246,7 +235,6 @@ def strategy_alone(jump: int, factor: int) -> dict[str, Any]:
 
 
 def one_cannot_replicate(jump: int, factor: int) -> str:
-    """Replicate while rank 1's state cannot travel, and return the words of what this rank raised."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     strategy = CliqueReplicationStrategy.from_replication_params(jump, factor)
     tree: dict[str, Any] = {"hook": print} if dist.get_rank() == 1 else {}

@@ -53,8 +53,6 @@ def imported(whose: str) -> SimpleNamespace:
 
 
 def _on_the_cpu(theirs: type[Any]) -> type[Any]:
-    """Return NVRx's class without what asks for a GPU; it is pickled, so it has a name in this module."""
-
     class HostState(theirs):  # type: ignore[misc]
         def __init__(self, state_dict: dict[str, Any]) -> None:
             self.state_dict = state_dict
@@ -93,7 +91,6 @@ class Script:
         self.iteration = 0
 
     def resume(self) -> int:
-        """Load the latest checkpoint, if there is one, and return its iteration, or -1."""
         found = int(self.manager.find_latest())
         if found != -1:
             state, _ = self.manager.load()
@@ -103,7 +100,6 @@ class Script:
         return found
 
     def train(self, steps: int, every: int, is_async: bool) -> None:
-        """Train some steps, and save every few."""
         for _ in range(steps):
             self.iteration += 1
             self.weights += 1
@@ -119,7 +115,6 @@ class Script:
         self.queue.close()
 
     def told(self) -> list[Any]:
-        """Return where the training is."""
         exp_avg = self.optimizer[0]["exp_avg"]
         return [self.iteration, self.weights.unique().tolist(), exp_avg.unique().tolist(), str(self.weights.dtype)]
 

@@ -105,7 +105,6 @@ class Zygote:
         return answer["results"]
 
     def close(self) -> None:
-        """End the helper process and every rank that it left."""
         self._socket.shutdown(socket.SHUT_RDWR)
         self._lines.close()
         self._socket.close()
@@ -120,14 +119,12 @@ class Zygote:
 
 
 def _locked(address: Path, flags: int = fcntl.LOCK_EX) -> IO[str]:
-    """Return a file that is locked until it is closed: nobody connects to an address that another one removes."""
     lock = address.with_suffix(".lock").open("w")
     fcntl.flock(lock, flags)
     return lock
 
 
 def _start(address: Path, modules: tuple[str, ...], path: tuple[Path, ...]) -> None:
-    """Start the process that listens at ``address``, and wait until it does."""
     environment = {
         **os.environ,
         "CHECKPOINTLESS_CPU": "1",

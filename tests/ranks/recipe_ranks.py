@@ -92,7 +92,6 @@ def _build(config: DictConfig, strategy: Any, chunk: int) -> nn.Module:
 
 
 def _without_kernels(config: DictConfig) -> DictConfig:
-    """Return the recipe with the fused kernels of its model switched off."""
     target = OmegaConf.select(config, "model.config._target_")
     if target is None:
         return config
@@ -128,7 +127,6 @@ def unknown_names(recipe: str) -> list[str]:
 
 
 def plain(recipe: str) -> dict[str, str]:
-    """Build a tiny recipe without its `checkpointless:` block, and name its strategy and the callbacks' modules."""
     config = load(recipe)
     del config.checkpointless
     runner.prepare_process()

@@ -45,7 +45,6 @@ class Http:
         self.port = int(found[1])
 
     def get(self, path: str) -> tuple[int, str]:
-        """Return status and body."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as reply:
                 return reply.status, reply.read().decode()
@@ -155,7 +154,6 @@ class WatchedNodes(Nodes):
     """Runs a job of several nodes whose coordinator, in a process of its own, serves what it knows."""
 
     def coordinate(self) -> subprocess.Popen[str]:
-        """Start it, and wait until it listens."""
         command = ["coordinator", "--nnodes", str(self.nnodes), "--nproc-per-node", "2", "--http-port", "0"]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--node-timeout", "3"]
         environment = {**os.environ, TOKEN_ENV: TOKEN}

@@ -48,7 +48,6 @@ class Nodes:
         self.agents = [self.start(node) for node in range(nnodes + spares)]
 
     def coordinate(self) -> subprocess.Popen[str]:
-        """Start a coordinator, and wait until it listens."""
         command = ["coordinator", "--nnodes", str(self.nnodes), "--nproc-per-node", str(NPROC)]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--run-dir", str(self.run_dir)]
         command += ["--node-timeout", "3", "--regroup-timeout", "20"]

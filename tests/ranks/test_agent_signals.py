@@ -19,7 +19,6 @@ HUNG_UP, QUIT, TERM, USR1 = signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signa
 
 
 def left(folder: Path, what: str) -> list[int]:
-    """Return the ranks that have left a file."""
     return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob(f"{what}-*"))
 
 

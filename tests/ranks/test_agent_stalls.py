@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 def processes(nodes: Nodes | Job) -> dict[int, set[int]]:
-    """Return the processes that each rank has had."""
     found: dict[int, set[int]] = {}
     for note in nodes.notes("go"):
         found.setdefault(note["rank"], set()).add(note["pid"])

@@ -47,7 +47,6 @@ def bad_devices(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def checks(run_dir: Path) -> list[tuple[int | None, int, str]]:
-    """The rank, the agent's node and the outcome of each check."""
     events = read_events(run_dir)
     return [(each.rank, each.node, each.fields["why"]) for each in events if each.stage == EventName.DEVICE_CHECK]
 

@@ -29,8 +29,6 @@ FAULTS = (
 
 @pytest.fixture(scope="module")
 def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    """Return a function for a job without faults; it runs each only once."""
-
     @functools.cache
     def train(script: str, *args: str) -> Job:
         folder = tmp_path_factory.mktemp("calm") / "run"

@@ -30,7 +30,6 @@ def ends(job: Job) -> list[str]:
 
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains with faults, and compares with a training without."""
     trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
     undisturbed = trainings.calm(4, str(STEPS))
     assert "a rank that dies cannot be restored" not in undisturbed.log(0)

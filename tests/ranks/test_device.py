@@ -22,7 +22,6 @@ RANKS = {DP4: 4, DP4_GRAPHS: 4, TP2_PP2: 8}
 
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
-    """Return a function that trains with faults, and compares with a training without."""
     trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=10.0, limit_s=200.0)
 
     def make(layout: tuple[str, ...], *faults: str) -> Job:
@@ -74,7 +73,6 @@ P = 3_294_720  # parameters; training in bf16 holds 12.2 bytes for each, and 13.
 
 
 def wide(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...]) -> Job:
-    """Train the wide model through faults."""
     script = str(ROOT / "tests" / "device" / "wide.py")
     return run_job(
         zygote, run_dir, 4, script=script, args=args, faults=faults, heartbeat_timeout_s=30.0, limit_s=200.0

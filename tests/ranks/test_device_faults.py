@@ -28,8 +28,6 @@ FAULTS_OF_A_JOB = 4
 
 @dataclass(frozen=True)
 class Case:
-    """Describes one job."""
-
     layout: str
     kind: FaultKind
     phases: tuple[FaultPhase, ...]

@@ -22,19 +22,16 @@ class Job:
         self.zygote, self.root, self.world, self.settings = zygote, root, world, settings
 
     def run(self, *calls: Sequence[Any], world: int | None = None) -> Outcomes:
-        """Make the calls on every rank, and return each rank's outcomes."""
         arguments = {"root": str(self.root), "calls": calls, **self.settings}
         return self.zygote.run(world or self.world, f"{RANKS}:play", arguments)
 
 
 @pytest.fixture
 def job(nemo_zygote: Zygote, tmp_path: Path) -> Job:
-    """Return a job of two ranks that keeps copies in memory."""
     return Job(nemo_zygote, tmp_path)
 
 
 def returned(outcomes: Outcomes, call: int) -> list[Any]:
-    """Return what a call returned on each rank."""
     assert all("returned" in rank[call] for rank in outcomes), [rank[call] for rank in outcomes]
     return [rank[call]["returned"] for rank in outcomes]
 

@@ -55,7 +55,6 @@ WORKPLACES = {
 
 
 def execute(zygote: Zygote, folder: Path, command: str, limit_s: float = 180.0) -> tuple[int, str]:
-    """Carry out a command in ``folder``, which has the repository's examples."""
     command += "".join(fewer for pattern, fewer in FEWER_STEPS.items() if re.search(pattern, command))
     argv = shlex.split(command)[1:]
     (answer,) = zygote.run(

@@ -40,7 +40,6 @@ OfExample = Callable[[str], Trainings]
 
 @pytest.fixture(scope="module")
 def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> OfExample:
-    """Return a function for the trainings of an example."""
     return cache(lambda name: Trainings(nemo_zygote, tmp_path_factory, str(EXAMPLES / f"{name}.py")))
 
 

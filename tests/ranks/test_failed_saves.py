@@ -58,7 +58,6 @@ def spoiled(zygote: Zygote, run_dir: Path, run: Run, spoils: str, code: int = 0)
 
 
 def not_saved(job: Job) -> dict[str, str]:
-    """Return why checkpoints could not be saved, by their names; each is told once."""
     found = [*_failed_saves(read_events(job.run_dir))]
     logs = "".join(job.log(rank) for rank in range(NPROC))
     assert logs.count("could not be saved (rank") == len(found)

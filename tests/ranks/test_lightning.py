@@ -52,13 +52,11 @@ def logged(job: Job) -> list[dict[str, str]]:
 
 
 def told(job: Job) -> str:
-    """Return what the agent and both ranks have said."""
     return "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
 
 
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains with faults, to the same end as without; without, only once for what it is."""
     # Compiling takes its time on a busy machine.
     trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=100.0)
 
@@ -151,7 +149,6 @@ def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Return a job that saves, and that nothing disturbs."""
     return run_job(
         nemo_zygote, tmp_path_factory.mktemp("saves") / "calm", 2, script=SCRIPT, args=("7", "ddp", "saves")
     )

@@ -24,19 +24,16 @@ class Job:
         self.zygote, self.root, self.world, self.settings = zygote, root, world, settings
 
     def run(self, *calls: Sequence[Any]) -> Outcomes:
-        """Make calls of a ``Player`` of ``local_checkpoint_ranks`` on every rank, and return the outcomes."""
         arguments = {"root": str(self.root), "calls": calls, **self.settings}
         return self.zygote.run(self.world, f"{RANKS}:play", arguments, env=NODES_OF_TWO)
 
 
 @pytest.fixture
 def job(nemo_zygote: Zygote, tmp_path: Path) -> Job:
-    """Return a job of two nodes of two ranks each, with copies on the other node."""
     return Job(nemo_zygote, tmp_path)
 
 
 def returned(outcomes: Outcomes, call: int) -> list[Any]:
-    """Return what a call returned on each rank."""
     assert all("returned" in rank[call] for rank in outcomes), [rank[call] for rank in outcomes]
     return [rank[call]["returned"] for rank in outcomes]
 
@@ -55,7 +52,6 @@ def whole(iteration: int, world: int = 4) -> list[dict[str, Any]]:
 
 
 def found_and_loaded(outcomes: Outcomes, call: int, iteration: int, world: int = 4) -> None:
-    """Require that ``find`` at a place of the calls, and ``load`` after it, gave an iteration."""
     assert returned(outcomes, call) == [iteration] * world
     assert returned(outcomes, call + 1) == whole(iteration, world)
 

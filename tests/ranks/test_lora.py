@@ -31,13 +31,11 @@ DROPOUT = (
 
 
 def run_lora(zygote: Zygote, run_dir: Path, args: tuple[str, ...], **settings: Any) -> Job:
-    """Run the LoRA recipe on 4 ranks."""
     return run_job(zygote, run_dir, 4, script_args=[RECIPE, *args], **settings)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
-    """Return a function that gives the steps of a run without faults; it makes each kind of run once."""
     known: dict[tuple[str, ...], Steps] = {}
 
     def steps(args: tuple[str, ...]) -> Steps:
@@ -53,8 +51,6 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
-    """Run with faults, and require that every one happened and that nothing is different at the end."""
-
     def run(steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
         args = (*small(4, steps), *args)
         reference = undisturbed(args)
@@ -68,7 +64,6 @@ def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Pa
 
 
 def moved(job: Job, rank: int) -> list[int]:
-    """Return the bytes that ``rank`` was given, recovery by recovery."""
     return [
         int(event.fields["bytes"])
         for event in read_events(job.run_dir)
@@ -117,7 +112,6 @@ def test_checksums_and_offload(disturb: Disturb) -> None:
 
 
 def with_checkpoints(directory: Path, name: str) -> tuple[str, ...]:
-    """Return overrides for NeMo's own checkpoint every 3 steps."""
     return (
         "trainer.enable_checkpointing=true",
         "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 3, "

@@ -23,7 +23,6 @@ Train = Callable[..., Job]
 
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains with faults and compares; the undisturbed job is made once for each layout."""
     trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
 
     def compared(ranks: int, steps: int, layout: str, *faults: str) -> Job:

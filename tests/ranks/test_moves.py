@@ -34,8 +34,6 @@ Calm = Callable[[str], Recording]
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    """Return a function for the steps of a job on one node; it makes each job once."""
-
     @functools.cache
     def steps(layout: str) -> Recording:
         run_dir = tmp_path_factory.mktemp("calm") / "run"

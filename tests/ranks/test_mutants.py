@@ -46,8 +46,6 @@ def left_out(where: str, tensor: str, rank: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Scene:
-    """Describes what a mutant and its control have in common."""
-
     faults: tuple[str, ...]
     args: tuple[str, ...] = ()
     target: int = 3  # the step that its first recovery resumes at, if nothing is wrong

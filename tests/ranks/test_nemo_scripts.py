@@ -61,7 +61,6 @@ def test_every_object_is_made_once_more_and_every_bit_is_the_same(
 def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    """The executor uses torchrun, whose ranks import NeMo themselves. Rank 0 has NeMo's telemetry switched on."""
     fault = "exception@backward:rank=1,step=3"
     run_dir = tmp_path / "executor"
     environment = {

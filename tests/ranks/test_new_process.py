@@ -60,7 +60,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
 def disturbed(
     calm: Calm, run_dir: Path, *args: str, faults: tuple[str, ...] = (EXCEPTION,)
 ) -> tuple[Ended, list[IncidentSummary]]:
-    """Train with faults; nothing may be lost, and nothing may differ."""
     job = train(run_dir, *args, faults=faults)
     assert job.code == 0, job.err
     assert fired(run_dir) == dict.fromkeys(faults, 1)

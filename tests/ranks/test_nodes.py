@@ -27,8 +27,6 @@ Run = Callable[..., Job]
 
 @pytest.fixture
 def disturb_nodes(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Run:
-    """Run 2 nodes of 2 ranks with faults, and require that nothing is different from 4 ranks on one node."""
-
     def run(*faults: str, args: tuple[str, ...] = DROPOUT, **settings: Any) -> Job:
         args = (*small(4, STEPS), *args)
         reference = undisturbed(4, args)

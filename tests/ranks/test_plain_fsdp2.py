@@ -22,7 +22,6 @@ Train = Callable[..., Job]
 
 @pytest.fixture(scope="module")
 def train(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains with faults, each of which happens once; without, only once for a mesh."""
     trainings = Trainings(zygote, tmp_path_factory, SCRIPT)
 
     def compared(mesh: Mesh, steps: int, *faults: str, extra: tuple[str, ...] = ()) -> Job:

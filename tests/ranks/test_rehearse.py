@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a user's folder, with data at relative paths."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "rows.txt").write_text("96")

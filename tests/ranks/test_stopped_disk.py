@@ -26,8 +26,6 @@ RANKS = range(4)
 
 
 class TwoNodes:
-    """Runs a job of two nodes of two ranks each, which note what they do."""
-
     def __init__(self, run_dir: Path, notes: Path) -> None:
         self.run_dir, self._notes = run_dir, notes
         notes.mkdir()

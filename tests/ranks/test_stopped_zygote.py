@@ -53,7 +53,6 @@ class Node:
         wait_until(came)
 
     def start(self) -> int:
-        """Start a rank, and return its process once it has children."""
         board, (ours, theirs) = Board.create(0), socket.socketpair()
         log = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         env = {"RANK": "0", "WORLD_SIZE": "1"}

@@ -38,7 +38,6 @@ class Kept:
         self._run_dir = run_dir
 
     def run(self, tiers: tuple[str, ...], steps: int, *faults: str, args: tuple[str, ...], nproc: int = 4) -> Job:
-        """Run a job with faults; each has to happen, and every step to end as without them."""
         args = (*small(4, steps), *args)
         job = run_job(self._zygote, self._run_dir, nproc, args=(*args, *tiers), faults=faults)
         assert job.code == 0, job.story()
@@ -53,7 +52,6 @@ class Kept:
 
 
 def each_lost(incident: IncidentSummary) -> range:
-    """Return the finished steps that were made once more after an incident."""
     if incident.resumed_after is None or incident.committed is None:  # another incident took it over
         return range(0)
     return range(incident.resumed_after + 1, incident.committed + 1)

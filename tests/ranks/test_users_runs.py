@@ -196,7 +196,6 @@ def test_several_training_loaders_are_refused_before_the_first_step(calm: Calm, 
 
 
 def equal(run: Run, undisturbed: Job, job: Job, apart: Iterable[str] = ()) -> None:
-    """Require that both ended in the same."""
     expected, found = (read_ends(each.run_dir, run.nproc) for each in (undisturbed, job))
     parts = frozenset(expected[0]) - frozenset(apart)
     different = [str(each) for each in compare_ends(expected, found, parts=parts)]

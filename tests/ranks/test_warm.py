@@ -42,7 +42,6 @@ OVERLAP = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_
 
 
 def told(job: Job) -> list[Mapping[str, Any]]:
-    """Return what the ranks told of their models, fault by fault."""
     return [
         event.fields
         for event in read_events(job.run_dir)

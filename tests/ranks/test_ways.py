@@ -34,7 +34,6 @@ GROUPED = f"{WAYS}.layers.grouped_layers"
 def through_faults(
     disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULTS, limit_s: float = 200.0, nproc: int = 4
 ) -> Job:
-    """Train through the faults, to the same bits; every fault is recovered from once."""
     job = disturb(nproc, STEPS, *faults, args=(*SMALL, *args), limit_s=limit_s)
     assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * len(faults)
     specs = [parse(fault) for fault in faults]

@@ -26,7 +26,6 @@ class MadeUpRun:
         self.events: list[Event] = []
 
     def write(self, run_dir: Path) -> Path:
-        """Write the events to the log of a run directory."""
         run_dir.mkdir(exist_ok=True)
         lines = [json.dumps({**vars(event), **event.fields, "fields": None}) for event in self.events]
         (run_dir / EVENTS_FILE).write_text("".join(f"{line}\n" for line in lines))

@@ -18,7 +18,6 @@ from tests.unit.megatron_groups import megatron
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Draw a layout that can work."""
     size = st.sampled_from([1, 2, 3, 4])
     tensor, pipeline, context, expert, expert_tensor, times = (draw(size) for _ in range(6))
     instances = draw(st.sampled_from([1, 2, 2, 3]))

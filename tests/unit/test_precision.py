@@ -13,8 +13,6 @@ from checkpointless.integrations.compat.precision import unsupported, unsupporte
 
 
 class Recipe(str, Enum):
-    """Stands in for Megatron's ``Fp8Recipe``."""
-
     BLOCKWISE = "blockwise"
     CUSTOM = "custom"
 

@@ -47,8 +47,6 @@ class Model(torch.nn.Module):
 
 
 class Normed(torch.optim.Optimizer):
-    """Divides a step by an average of the norms of the gradients so far, which is a plain number."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.3})
 

@@ -119,8 +119,6 @@ class OwnBatches(Sampler[list[int]]):
 
 
 class StatefulLoader(DataLoader[torch.Tensor]):
-    """Says where its stream stands, by Lightning's protocol."""
-
     def state_dict(self) -> dict[str, int]:
         stream: Any = self.dataset
         return stream.state_dict()

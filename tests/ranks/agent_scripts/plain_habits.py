@@ -24,8 +24,6 @@ WIDTH, ROWS = 16, 96
 
 
 class Noisy(torch.optim.SGD):
-    """Draws noise in its step."""
-
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -155,7 +153,6 @@ def follow(teacher: torch.nn.Module, inner: torch.nn.Module) -> None:
 
 
 def change_behind_update(inner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Change behind an update what belongs to it, if that is the habit."""
     with torch.no_grad():
         for each in inner.parameters() if HABIT == "clamps" else ():
             each.clamp_(-0.2, 0.2)
@@ -166,7 +163,6 @@ def change_behind_update(inner: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def ends_of_calls() -> list[int]:
-    """Return up to which step each call of ``steps()`` goes."""
     if HABIT in ("epochs", "epochs-change", "resets"):
         return [*range(EPOCH, STEPS, EPOCH), STEPS]
     return [STEPS] * (4 if HABIT == "breaks" else 1)

@@ -15,8 +15,6 @@ from tests.ranks.users.end import broken, note, run_dir
 
 
 class Averaging(pl.Callback):
-    """Averages the parameters over the steps, as users do, with tensors and an array in its state."""
-
     def __init__(self, decay: float = 0.9) -> None:
         self.decay = decay
         self.updates = 0

@@ -18,8 +18,6 @@ ONCE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Case:
-    """Describes faults in a run."""
-
     name: str
     run: Run
     faults: tuple[str, ...]

@@ -99,8 +99,6 @@ class OwnData(pl.LightningDataModule):
 
 
 class CountingData(OwnData):
-    """Keeps in a state of its own at which steps a training loader was made."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.starts: list[int] = []

@@ -11,7 +11,6 @@ DEFECT_ENV = "CHECKPOINTLESS_TEST_DEFECT"
 
 
 def buffers_are_not_taken_back() -> None:
-    """Keep what a step has done to buffers before its commit."""
     from checkpointless.state.held_state import HeldState
 
     original = HeldState.go_back_to
@@ -31,7 +30,6 @@ def buffers_are_a_peers() -> None:
 
 
 def attributes_are_a_step_ahead() -> None:
-    """Keep the attributes of module, data module and callbacks that the fault found."""
     from checkpointless.integrations.lightning.boundary import plain_attributes
 
     plain_attributes._Part.put = lambda part, values: None  # type: ignore[method-assign, assignment]
@@ -56,7 +54,6 @@ def callbacks_are_a_step_ahead() -> None:
 
 
 def validations_are_repeated() -> None:
-    """Make a validation that was over due again."""
     from checkpointless.integrations.lightning.boundary.loops import _ResumableEpochLoop
     from checkpointless.state.port import SnapshotPoint
 
@@ -78,7 +75,6 @@ def entry_streams_are_stale() -> None:
 
 
 def accumulated_metrics_begin_anew() -> None:
-    """Drop what was accumulated over an epoch."""
     from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated
 
     Accumulated.put = staticmethod(lambda trainer, kept: None)  # type: ignore[method-assign]

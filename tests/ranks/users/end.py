@@ -25,7 +25,6 @@ IN_ALL = frozenset({"hooks in all", "validations in all"})
 
 
 def run_dir() -> Path:
-    """Return the directory of the job that this rank is of."""
     return Path(os.environ[RUN_DIR_ENV])
 
 
@@ -57,7 +56,6 @@ def broken(directory: Path) -> int:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a digest of all their bytes together."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -142,15 +140,12 @@ def _by_generation(lines: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dic
 
 
 def read_ends(directory: Path, nproc: int) -> list[dict[str, Any]]:
-    """Return the ends of all ranks of a job."""
     paths = [directory / "users" / f"end-{rank}.json" for rank in range(nproc)]
     return [json.loads(path.read_text()) for path in paths]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Describes one thing in which two ends differ."""
-
     rank: int
     place: tuple[str, ...]  # where in the end, as keys
     expected: Any

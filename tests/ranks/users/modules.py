@@ -18,7 +18,6 @@ from tests.ranks.users.end import note
 
 
 def noting_data_step(fit: int, count_from: list[int], iterator: Iterator[Any]) -> dict[str, Any]:
-    """Run NeMo's data step, and write down which samples are trained on."""
     batch = next(iterator)
     inner = batch[0] if isinstance(batch, tuple) else batch
     if torch.is_grad_enabled() and "sample" in inner:

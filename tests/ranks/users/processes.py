@@ -37,6 +37,5 @@ def replaced_healthy(run_dir: Path, ranks: Collection[int]) -> tuple[str, ...]:
 
 
 def _hit(run_dir: Path) -> set[int]:
-    """Return the ids of the processes in which a deadly or hanging fault was caused."""
     claims = [json.loads(path.read_bytes()) for path in (run_dir / FAULTS_DIR).glob("*.json")]
     return {claim["pid"] for claim in claims if parse(claim["spec"]).kind in (*DEADLY, *HANGING)}

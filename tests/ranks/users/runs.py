@@ -15,8 +15,6 @@ SCRIPTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Run:
-    """Describes a job of a user's."""
-
     features: str
     steps: int | tuple[int, ...] = 6
     layout: tuple[str, ...] = ()
@@ -25,7 +23,6 @@ class Run:
     resumed: int = 0
 
     def words(self, checkpoint: Path | None) -> tuple[str, ...]:
-        """Return the script's arguments."""
         resume = () if checkpoint is None else ("--resume-from", str(checkpoint))
         steps = (self.steps,) if isinstance(self.steps, int) else self.steps
         return ("--steps", *map(str, steps), "--features", self.features, *self.layout, *resume)
@@ -40,13 +37,11 @@ class Calm:
     _known: dict[Run, Job] = field(default_factory=dict)
 
     def job(self, run: Run) -> Job:
-        """Return the undisturbed job, which has ended well."""
         if run not in self._known:
             self._known[run] = self.make(run, self.folder("calm") / "run")
         return self._known[run]
 
     def make(self, run: Run, run_dir: Path, *faults: str, code: int = 0, **settings: Any) -> Job:
-        """Make ``run``, and require that it ends with ``code``."""
         job = run_job(
             self.zygote,
             run_dir,

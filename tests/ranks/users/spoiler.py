@@ -82,12 +82,10 @@ _STORAGE: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
 
 
 def _done(how: str, rank: int) -> bool:
-    """Return whether a rank has been spoiled like that."""
     return any(each["how"] == how for each in notes(run_dir(), rank, "spoiled"))
 
 
 def _once(how: str, kill: Callable[[], None]) -> None:
-    """Do it once in a job."""
     if not _done(how, int(os.environ["RANK"])):
         note("spoiled", how=how)
         kill()

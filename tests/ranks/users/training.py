@@ -91,7 +91,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, nargs="+", default=[6], help="of each fit")
     parser.add_argument("--features", type=lambda text: [word for word in text.split(",") if word], default=[])
@@ -111,7 +110,6 @@ def parse() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
-    """Train one fit, and return what it ended in."""
     features = frozenset(options.features)
     defects.install()
     end.note("process", fit=fit)
@@ -145,7 +143,6 @@ def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
 
 
 def config_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
-    """Return the configuration of a GPT of two layers, with dropout."""
     more: dict[str, Any] = {}
     if {"moe-bias", "global-aux-loss"} & features or options.expert_parallel > 1:
         # Megatron-core 0.15 leaves the bias of a router's linear layer as uninitialised memory.
@@ -185,7 +182,6 @@ def config_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
 
 
 def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.MegatronOptimizerModule:
-    """Return Adam with a learning rate that falls."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
@@ -204,7 +200,6 @@ def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.Me
 
 
 def callbacks_of(options: argparse.Namespace, features: frozenset[str], fit: int) -> list[Any]:
-    """Return our callbacks and those that were asked for."""
     callbacks: list[Any] = [CheckpointlessCallback(), *(each() for each in more_callbacks)]
     if "ema" in features:
         callbacks.append(Averaging())
@@ -235,7 +230,6 @@ def callbacks_of(options: argparse.Namespace, features: frozenset[str], fit: int
 
 
 def loggers_of(features: frozenset[str], fit: int) -> list[Any]:
-    """Return the loggers that were asked for."""
     loggers: list[Any] = []
     if "csv" in features:
         loggers.append(CSVLogger(str(end.run_dir() / "csv"), name=f"fit-{fit}", flush_logs_every_n_steps=1))
@@ -245,7 +239,6 @@ def loggers_of(features: frozenset[str], fit: int) -> list[Any]:
 
 
 def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, steps: int) -> nl.Trainer:
-    """Return a trainer with the callbacks, loggers and validations that were asked for."""
     validates = {"validation", "earlystop", "monitored", "plateau", "val-loaders"} & features
     more: dict[str, Any] = {}
     if "fp16" in features:
@@ -295,7 +288,6 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
 
 
 def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
-    """Return the demo's data module or one of the user's own, as the features ask."""
     workers = 1 if "workers" in features else 0
     if "shuffled" in features:
         ranks = int(os.environ["WORLD_SIZE"])
@@ -322,7 +314,6 @@ def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
 
 
 def ended(trainer: Any, model: Any) -> dict[str, Any]:
-    """Return what a fit ended in, on this rank."""
     strategy = trainer.strategy
     megatron = strategy.megatron_parallel
     optimizer = strategy.optimizers[0]
@@ -354,12 +345,10 @@ def ended(trainer: Any, model: Any) -> dict[str, Any]:
 
 
 def str_key(item: tuple[Any, Any]) -> str:
-    """Return the key as text, to sort keys of several kinds."""
     return str(item[0])
 
 
 def loops(trainer: Any) -> dict[str, int]:
-    """Return where Lightning's loops stand."""
     epoch = trainer.fit_loop.epoch_loop
     return {
         "batches": epoch.batch_progress.total.completed,
@@ -370,7 +359,6 @@ def loops(trainer: Any) -> dict[str, int]:
 
 
 def state_of(callback: Any) -> dict[str, Any]:
-    """Return what a callback keeps, without what follows from folders."""
     if isinstance(callback, KeepsByHooks):
         return {"batches": callback.batches}
     if isinstance(callback, ModelCheckpoint):
@@ -385,7 +373,6 @@ def state_of(callback: Any) -> dict[str, Any]:
 
 
 def streams() -> dict[str, str]:
-    """Return a digest of every random stream of this rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     found = {"torch": end.digest([torch.get_rng_state()])}

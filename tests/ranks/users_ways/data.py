@@ -47,8 +47,6 @@ class CyclicText(TextDataModule):
 
 
 class TwoValidations(TextDataModule):
-    """Provides the demo's text with two validation sets."""
-
     def val_dataloader(self) -> Any:
         return [self._dataloader(self._validation, "validation"), self._dataloader(self._train, "validation")]
 

@@ -46,7 +46,6 @@ class NoProcesses(ForkServer):
         return found
 
     def close(self) -> None:
-        """Close the sockets."""
         self.readable.close()
         self._other.close()
 
@@ -87,6 +86,5 @@ class CommandedNode:
         self.agent.tick(time.monotonic() + after_s)
 
     def ends(self, rank: int, code: int = -9) -> None:
-        """Have the living process of a rank end."""
         self.starter.coming.append(_Exited(rank, self.agent.ranks[rank].incarnation, 1000 + rank, code))
         self.tick()

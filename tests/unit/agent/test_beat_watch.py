@@ -15,8 +15,6 @@ from checkpointless.launcher.protocol.messages import NodeMessage, Progress, Ran
 
 
 class Rank:
-    """A rank whose board says what it is told."""
-
     def __init__(self) -> None:
         self.number, self.pid, self.state, self.beats = 3, os.getpid(), RankState.RUNNING, _Beats(7, 7, 100.0)
         self.reading = BoardReading(7, 5, 4, 0)

@@ -49,7 +49,6 @@ def node(tmp_path: Path) -> Iterator[CommandedNode]:
 
 
 def start_two(node: CommandedNode) -> None:
-    """Have the processes of ranks 0 and 1 started."""
     node.tick()
     assert node.said == [Joined()]
     for rank in (0, 1):

@@ -12,8 +12,6 @@ from tests.waiting import wait_until
 
 
 class Polled:
-    """A notice that is looked at, at times of the test's own."""
-
     def __init__(self, *command: str) -> None:
         self.said: list[str] = []
         self.notice = node._Notice(command, self.said.append)

@@ -38,7 +38,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fi
 
 
 def status_of(words: list[str]) -> int:
-    """Return the exit status of a command."""
     try:
         return main(words)
     except SystemExit as left:

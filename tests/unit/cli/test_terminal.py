@@ -42,7 +42,6 @@ def incident(log: EventLog, number: int = 1) -> None:
 
 
 def recovery(log: EventLog, number: int = 1) -> None:
-    """Log the rest of an incident, up to the first step."""
     ranks_end(log, number, "init", "rebuild")
     ranks_end(log, number, "decide", target=2)
     ranks_end(log, number, "transfer", ranks=(0,), bytes=0, sources=[])

@@ -36,7 +36,6 @@ def pages_of(snapshot: Snapshot) -> Watch:
 
 
 def answer(head: bytes, watch: Watch) -> bytes:
-    """Send a whole request and return the reply."""
     client, accepted = socket.socketpair()
     with client, accepted:
         client.settimeout(60)
@@ -49,7 +48,6 @@ def answer(head: bytes, watch: Watch) -> bytes:
 
 
 def get(watch: Watch, path: str) -> tuple[int, str]:
-    """Return the status and the body."""
     head, _, body = answer(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), watch).partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
     return int(head.split()[1]), body.decode()

@@ -125,7 +125,6 @@ def test_no_more_clients_have_threads_than_there_may_be_connections() -> None:
 
 
 def is_open(client: socket.socket) -> bool:
-    """Return whether the server still has the connection."""
     client.settimeout(0.05)
     try:
         return client.recv(1) != b""

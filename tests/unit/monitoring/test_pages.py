@@ -108,7 +108,6 @@ def test_what_is_not_known_has_no_sample() -> None:
 
 
 def a_coordinator() -> Any:
-    """Return what stands in for a coordinator without nodes."""
     job = SimpleNamespace(generation=2, high_water=7, outcome=None, incidents=SimpleNamespace(inexact=2))
     return SimpleNamespace(nodes=[], ranks=[], spares=[], job=job)
 

@@ -30,7 +30,6 @@ EXPRESSIONS = {name: target["expr"] for name, target in TARGETS} | {rule["alert"
 
 
 def served() -> Mapping[str, dict[str, set[str]]]:
-    """Return the values of each label of each metric of a node that runs the coordinator."""
     run = MadeUpRun()
     run.start()
     run.incident(31.0, "1", committed=21, resumed=15)
@@ -49,7 +48,6 @@ SERVED = served()
 
 
 def selectors(expression: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the name and the matchers of each metric that an expression asks for."""
     found: list[tuple[str, list[Any]]] = []
     labels: list[str] = []
 

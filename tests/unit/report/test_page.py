@@ -16,8 +16,6 @@ KNOWN = {"html", "head", "meta", "style", "body", "pre", "code", "span"}
 
 
 class Page(HTMLParser):
-    """Collects the text of a page, and checks its elements."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.words = ""

@@ -52,7 +52,6 @@ class CheckedNode(CommandedNode):
         self.agent.obey(Spawn(0, incarnation, 0, "1", env, anyway))
 
     def replace(self, incarnation: int = 1) -> None:
-        """Have the process end, and another one asked for."""
         self.ends(0)
         self.spawn(incarnation)
 
@@ -80,7 +79,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def pids(path: Path, count: int) -> list[int]:
-    """Return what a check has written of its processes, once it has."""
     wait_until(lambda: path.exists() and len(path.read_text().split()) >= count)
     return [int(word) for word in path.read_text().split()]
 

@@ -34,7 +34,6 @@ class Node:
         self.output.start()
 
     def end(self) -> None:
-        """End the output, and the terminal with it."""
         if self._is_open:
             self._is_open = False
             self.output.close()
