@@ -12,8 +12,8 @@ from checkpointless.observability.report.trace import write_trace
 from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Job
-from tests.unit.report import test_page, test_trace
 from tests.unit.report.reports import html_page
+from tests.unit.report.test_forms import check_page, check_trace
 
 
 def check(job: Job) -> None:
@@ -36,5 +36,5 @@ def check(job: Job) -> None:
     assert 0 < goodput.ettr < 1
     assert min(goodput.seconds["startup"], goodput.incidents_s, goodput.seconds["shutdown"]) > 0
 
-    test_trace.check(json.loads(write_trace(report, events)))
-    test_page.check(html_page(report, {}))
+    check_trace(json.loads(write_trace(report, events)))
+    check_page(html_page(report, {}))

@@ -19,10 +19,10 @@ STAGE_S = 0.1
 class MadeUpRun:
     """Writes the events of a run, second by second."""
 
-    def __init__(self, ranks: int = 2, per_node: int = 8) -> None:
+    def __init__(self, ranks: int = 2, per_node: int = 8, generation: int = 0) -> None:
         self.ranks = ranks
         self.per_node = per_node
-        self.generation = 0
+        self.generation = generation
         self.events: list[Event] = []
 
     def write(self, run_dir: Path) -> Path:
@@ -39,10 +39,10 @@ class MadeUpRun:
         pid = 100 if rank is None else 1000 + rank
         self.events.append(Event(UTC + ns, ns, node, rank, pid, generation, incident, stage, edge, fields))
 
-    def span(self, at_s: float, stage: str, rank: int, **fields: Any) -> None:
+    def span(self, at_s: float, stage: str, rank: int, long_s: float = STAGE_S, **fields: Any) -> None:
         about = {key: fields[key] for key in ("incident", "generation") if key in fields}
         self.add(at_s, stage, "begin", rank, **about)
-        self.add(at_s + STAGE_S, stage, "end", rank, **fields)
+        self.add(at_s + long_s, stage, "end", rank, **fields)
 
     def start(self, at_s: float = 10.0) -> None:
         """Begin the job at 0, have it train from ``at_s`` on and make its first step a second later."""

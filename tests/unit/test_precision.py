@@ -1,4 +1,4 @@
-"""Test which precisions of training are refused."""
+"""Test which precisions of training, and which kernels that no abort ends, are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.integrations.compat.precision import unsupported, unsupported_in_a_loop
+from checkpointless.integrations.compat.precision import unabortable, unsupported, unsupported_in_a_loop
 
 
 class Recipe(str, Enum):
@@ -73,3 +73,41 @@ def test_a_loop_of_ones_own_has_recipes_without_scales_only() -> None:
     quantised.weight._quantizer = object()  # type: ignore[attr-defined]
     assert "(fp8_param=False)" in str(unsupported_in_a_loop([quantised]))
     assert "set fp4=None" in str(unsupported_in_a_loop([SimpleNamespace(config=SimpleNamespace(fp4="e2m1"))]))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"tp_comm_overlap": True}, "a kernel of TransformerEngine's user buffers cannot be freed"),
+        (
+            {"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex"},
+            "set moe_enable_deepep=False, moe_token",
+        ),
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            "set moe_token_dispatcher_type='alltoall', or CHECKPOINTLESS_SPINN",
+        ),
+    ],
+)
+def test_kernels_that_wait_for_peers_by_themselves_are_refused(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, object], words: str
+) -> None:
+    reason = unabortable(SimpleNamespace(**config))
+    assert reason is not None
+    assert words in reason
+    assert "\n" not in reason
+    monkeypatch.setenv("CHECKPOINTLESS_SPINNING_KERNELS", "1")
+    assert unabortable(SimpleNamespace(**config)) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        SimpleNamespace(),
+        SimpleNamespace(tp_comm_overlap=False, moe_enable_deepep=None, moe_token_dispatcher_type="alltoall"),
+        SimpleNamespace(tp_comm_overlap=object()),
+    ],
+)
+def test_other_configs_are_not(config: object) -> None:
+    assert unabortable(config) is None

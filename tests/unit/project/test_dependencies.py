@@ -1,14 +1,16 @@
-"""Check that what the package imports is declared, and that what the base declares is imported."""
+"""Check that what is imported is declared and the reverse, and that Python 3.11.0 can install what is pinned."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, metadata, packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.wheel.contents import FOLDERS
 from tests.wheel.imports import imported, is_declared, normalised
@@ -54,3 +56,26 @@ def test_everything_that_the_base_declares_is_imported() -> None:
     assert len(BASE) > 10
     idle = {each for each in BASE if not any(is_declared(top, {each}, installed) for top in tops)}
     assert not idle, f"nothing imports {idle}"
+
+
+PINNED = re.findall(
+    r"^([\w.-]+)==([\w.+]+)",
+    (Path(__file__).parents[3] / "constraints" / "nemo-cpu.txt").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.nemo  # NeMo brings most of them
+def test_the_pinned_packages_install_with_the_first_python_3_11() -> None:
+    looked_at = 0
+    for name, version in PINNED:
+        try:
+            found = metadata(name)
+        except PackageNotFoundError:
+            continue
+        if found["Version"].partition("+")[0] != version:
+            continue  # another one is installed here
+        looked_at += 1
+        requires = str(found.json.get("requires_python", ""))
+        assert SpecifierSet(requires).contains("3.11.0"), f"{name} {version} requires Python {requires}"
+    assert looked_at > 100

@@ -1,6 +1,8 @@
 """Test how incidents are summed up from events."""
 
 import random
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -9,98 +11,64 @@ from hypothesis import strategies as st
 
 from checkpointless.observability.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.observability.telemetry.event_names import STAGES, EventName
-from checkpointless.observability.telemetry.events import Edge, Event
+from checkpointless.observability.telemetry.events import Event
+from tests.unit.made_up_run import UTC, MadeUpRun, S
 from tests.unit.report.reports import LOGS
 
-MS = 1_000_000
-UTC = 1_700_000_000_000_000_000  # nothing may depend on where a clock begins
 ENDING = ("abort", "finalize", "health", "barrier")
 STARTING = STAGES[STAGES.index("enter") :]
 
 
-class Script:
-    """Writes events at chosen milliseconds."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def add(
-        self,
-        ms: float,
-        stage: str,
-        edge: Edge,
-        rank: int | None,
-        generation: int,
-        incident: str | None,
-        **fields: Any,
-    ) -> None:
-        ns = int(ms * MS)
-        pid = 100 if rank is None else 1000 + rank
-        self.events.append(Event(UTC + ns, ns, 0, rank, pid, generation, incident, stage, edge, fields))
-
-    def span(
-        self, ms: float, long_ms: float, stage: str, rank: int, generation: int, incident: str, **fields: Any
-    ) -> None:
-        self.add(ms, stage, "begin", rank, generation, incident)
-        self.add(ms + long_ms, stage, "end", rank, generation, incident, **fields)
-
-    def detect(self, ms: float, generation: int, incident: str, culprit: int | None) -> None:
-        """Detect as the agent does: tell everybody at once, and name the cause a little later."""
-        self.add(ms, "notify", "begin", None, generation, incident)
-        self.add(ms + 1, "notify", "end", None, generation, incident)
-        self.add(
-            ms + 2,
-            "detect",
-            "point",
-            None,
-            generation,
-            incident,
-            cause="RuntimeError: x",
-            culprit=culprit,
-            how="exit",
-        )
-
-    def recovery(
-        self, ms: float, generation: int, incident: str, ranks: int, lengths: dict[tuple[str, int], float]
-    ) -> float:
-        """Write all stages of each rank one after the other; return the millisecond at which the last is done."""
-        done = ms
-        for rank in range(ranks):
-            at = ms
-            for stage in (*ENDING, *STARTING):
-                long_ms = lengths.get((stage, rank), 1.0)
-                fields: dict[str, Any] = {}
-                if stage == EventName.DECIDE:
-                    fields = {"target": 7, "reason": ""}
-                if stage == EventName.TRANSFER:
-                    fields = {"bytes": 500, "sources": [0, 2] if rank == 1 else []}
-                new = stage in STARTING
-                self.span(at, long_ms, stage, rank, generation + new, incident, **fields)
-                at += long_ms
-            done = max(done, at)
-        return done
+def detect(run: MadeUpRun, at_s: float, incident: str, culprit: int | None) -> None:
+    """Detect as the agent does: tell everybody at once, and name the cause a little later."""
+    run.add(at_s, "notify", "begin", incident=incident)
+    run.add(at_s + 0.001, "notify", "end", incident=incident)
+    about = {"cause": "RuntimeError: x", "culprit": culprit, "how": "exit"}
+    run.add(at_s + 0.002, "detect", "point", incident=incident, **about)
 
 
-def one(script: Script) -> IncidentSummary:
-    (summary,) = summarize(script.events)
+def recovery(
+    run: MadeUpRun, at_s: float, incident: str, lengths: Mapping[tuple[str, int], float] = MappingProxyType({})
+) -> float:
+    """Write all stages of each rank one after the other; return the second at which the last is done."""
+    ends_s = []
+    for rank in range(run.ranks):
+        began_s = at_s
+        for stage in (*ENDING, *STARTING):
+            long_s = lengths.get((stage, rank), 0.001)
+            fields: dict[str, Any] = {"incident": incident, "generation": run.generation + (stage in STARTING)}
+            if stage == EventName.DECIDE:
+                fields |= {"target": 7, "reason": ""}
+            if stage == EventName.TRANSFER:
+                fields |= {"bytes": 500, "sources": [0, 2] if rank == 1 else []}
+            run.span(began_s, stage, rank, long_s, **fields)
+            began_s += long_s
+        ends_s.append(began_s)
+    run.generation += 1
+    return max(ends_s)
+
+
+def one(run: MadeUpRun) -> IncidentSummary:
+    (summary,) = summarize(run.events)
     return summary
 
 
 def test_a_resumed_incident_from_fault_to_first_step() -> None:
-    script = Script()
-    script.add(10, EventName.FAULT_INJECTED, "point", 0, 0, None, spec="an older generation's fault is none of it")
-    script.add(20, EventName.FAULT_INJECTED, "point", 2, 3, None, spec="another rank's fault is none of it")
-    script.add(100, EventName.FAULT_INJECTED, "point", 1, 3, None, spec="sigkill@forward:rank=1,step=8")
-    script.detect(130, 3, "i1", culprit=1)
-    script.add(135, "respawn", "point", 1, 3, "i1")
-    done = script.recovery(140, 3, "i1", ranks=3, lengths={("rebuild", 2): 50.0, ("rebuild", 0): 30.0})
-    summary = one(script)
+    run = MadeUpRun(ranks=3, generation=3)
+    injected = EventName.FAULT_INJECTED
+    run.add(0.01, injected, "point", 0, generation=0, spec="an older generation's fault is none of it")
+    run.add(0.02, injected, "point", 2, spec="another rank's fault is none of it")
+    run.add(0.1, injected, "point", 1, spec="sigkill@forward:rank=1,step=8")
+    detect(run, 0.13, "i1", culprit=1)
+    run.add(0.135, "respawn", "point", 1, incident="i1")
+    done_s = recovery(run, 0.14, "i1", {("rebuild", 2): 0.05, ("rebuild", 0): 0.03})
+    summary = one(run)
     assert summary.outcome is Outcome.RESUMED
     assert (summary.incident, summary.generation, summary.culprit) == ("i1", 3, 1)
     assert (summary.cause, summary.how) == ("RuntimeError: x", "exit")
-    assert summary.start_ns == UTC + 100 * MS
-    assert summary.end_ns == UTC + int(done * MS)
-    assert summary.headline_s == pytest.approx((done - 100) / 1000)
+    assert summary.start_ns == UTC + 0.1 * S
+    assert summary.end_ns == UTC + round(done_s * S)
+    assert summary.headline_s == pytest.approx(done_s - 0.1)
     assert list(summary.stages_s) == list(STAGES)
     assert summary.stages_s["detect"] == pytest.approx(0.030)
     assert summary.stages_s["notify"] == pytest.approx(0.001)
@@ -109,85 +77,89 @@ def test_a_resumed_incident_from_fault_to_first_step() -> None:
 
 
 def test_a_step_that_is_another_one_is_an_outcome() -> None:
-    script = Script()
-    script.detect(100, 3, "i1", culprit=1)
-    script.recovery(140, 3, "i1", ranks=3, lengths={})
+    run = MadeUpRun(ranks=3)
+    detect(run, 0.1, "i1", culprit=1)
+    recovery(run, 0.14, "i1")
     for rank in (2, 0):
-        script.add(150, EventName.INEXACT, "point", rank, 4, "i1", step=8, reason="step 8 has another loss")
-    summary = one(script)
+        run.add(0.15, EventName.INEXACT, "point", rank, incident="i1", step=8, reason="step 8 has another loss")
+    summary = one(run)
     assert (summary.outcome, summary.has_resumed) == (Outcome.INEXACT, True)
     assert (summary.inexact, summary.reason) == ("rank 2: step 8 has another loss", "")
 
 
 def test_a_fault_during_recovery_takes_over() -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
+    run = MadeUpRun()
+    detect(run, 0, "i1", culprit=1)
     for rank in range(2):
-        script.span(5 + rank, 1, "abort", rank, 0, "i1")
-        script.span(10 + rank, 1, "init", rank, 1, "i1")
-    script.add(12, "datasets", "point", 0, 1, "i1", kept=False, reason="another rank sets its data module up")
-    script.add(13, "warm", "point", 0, 1, "i1", kept=False, reason="nothing was kept")
-    script.detect(20, 1, "i2", culprit=0)
-    script.recovery(30, 1, "i2", ranks=2, lengths={})
-    first, second = summarize(script.events)
+        run.span(0.005, "abort", rank, incident="i1")
+        run.span(0.010, "init", rank, incident="i1", generation=1)
+    run.generation = 1
+    for stage in ("datasets", "warm"):
+        run.add(0.012, stage, "point", 0, incident="i1", kept=False, reason="another rank sets its data module up")
+    detect(run, 0.02, "i2", culprit=0)
+    recovery(run, 0.03, "i2")
+    first, second = summarize(run.events)
     assert (first.incident, first.outcome, first.reason) == ("i1", Outcome.ESCALATED, "")
     assert (second.incident, second.outcome, second.generation) == ("i2", Outcome.RESUMED, 1)
 
 
 def test_a_refused_recovery_says_why() -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
-    script.span(10, 1, "decide", 0, 1, "i1", target=None, reason="nobody holds shard 3")
-    summary = one(script)
+    run = MadeUpRun()
+    detect(run, 0, "i1", culprit=1)
+    run.span(0.01, "decide", 0, generation=1, incident="i1", target=None, reason="nobody holds shard 3")
+    summary = one(run)
     assert (summary.outcome, summary.target, summary.reason) == (Outcome.FAILED, None, "nobody holds shard 3")
 
 
 def test_the_last_detection_knows_best() -> None:
-    script = Script()
-    script.add(90, EventName.FAULT_INJECTED, "point", 1, 0, None, spec="exit@data:rank=1,step=1")
-    script.add(100, "detect", "point", None, 0, "i1", cause="rank 0 lost its peer", culprit=None, how="exception")
-    script.detect(104, 0, "i1", culprit=1)
-    script.recovery(120, 0, "i1", ranks=2, lengths={})
-    summary = one(script)
+    run = MadeUpRun()
+    run.add(0.09, EventName.FAULT_INJECTED, "point", 1, spec="exit@data:rank=1,step=1")
+    about = {"cause": "rank 0 lost its peer", "culprit": None, "how": "exception"}
+    run.add(0.1, "detect", "point", incident="i1", **about)
+    detect(run, 0.104, "i1", culprit=1)
+    recovery(run, 0.12, "i1")
+    summary = one(run)
     assert (summary.culprit, summary.how) == (1, "exit")
     assert summary.stages_s["detect"] == pytest.approx(0.010)
 
 
 def test_a_block_that_records_no_stages_has_resumed_when_all_may_go_if_the_job_ends_well() -> None:
-    script = Script()
-    script.detect(10, 0, "i1", culprit=1)
-    script.span(12, 5, "abort", 0, 0, "i1")
-    assert one(script).outcome is Outcome.FAILED
-    script.add(30, "go", "point", None, 1, "i1")
-    assert one(script).outcome is Outcome.FAILED  # nobody knows yet whether that helped
-    script.add(90, "job", "end", None, 1, None, code=0)
-    assert one(script).outcome is Outcome.RESUMED
-    assert one(script).headline_s == pytest.approx(0.020)
+    run = MadeUpRun()
+    detect(run, 0.01, "i1", culprit=1)
+    run.span(0.012, "abort", 0, incident="i1")
+    assert one(run).outcome is Outcome.FAILED
+    run.generation = 1
+    run.add(0.03, "go", "point", incident="i1")
+    assert one(run).outcome is Outcome.FAILED  # nobody knows yet whether that helped
+    run.end(0.09)
+    assert one(run).outcome is Outcome.RESUMED
+    assert one(run).headline_s == pytest.approx(0.020)
 
 
 @pytest.mark.parametrize("label", [None, "i1"])
 def test_a_rank_that_cleans_up_before_it_knows_the_incident_is_counted(label: str | None) -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
-    script.recovery(10, 0, "i1", ranks=2, lengths={})
-    script.add(100, "abort", "begin", 0, 1, label)
-    script.detect(105, 1, "i2", culprit=0)
-    script.add(140, "abort", "end", 0, 1, label)
-    script.recovery(150, 1, "i2", ranks=2, lengths={})
-    first, second = summarize(script.events)
+    run = MadeUpRun()
+    detect(run, 0, "i1", culprit=1)
+    recovery(run, 0.01, "i1")
+    run.add(0.1, "abort", "begin", 0, incident=label)
+    detect(run, 0.105, "i2", culprit=0)
+    run.add(0.14, "abort", "end", 0, incident=label)
+    recovery(run, 0.15, "i2")
+    first, second = summarize(run.events)
     assert first.stages_s["abort"] == pytest.approx(0.001)
     assert second.stages_s["abort"] == pytest.approx(0.041)
-    assert second.start_ns == UTC + 100 * MS
+    assert second.start_ns == UTC + 0.1 * S
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(0, Outcome.RESUMED), (1, Outcome.FAILED)])
 def test_with_no_step_left_to_make_the_end_of_the_job_decides(code: int, outcome: Outcome) -> None:
-    script = Script()
-    script.detect(0, 0, "i1", culprit=1)
-    script.span(10, 1, "init", 0, 1, "i1")
-    script.span(10, 1, "init", 1, 1, "i1")
-    script.add(50, "job", "end", None, 1, None, code=code, reason=["too many incidents", "traceback"])
-    summary = one(script)
+    run = MadeUpRun()
+    detect(run, 0, "i1", culprit=1)
+    run.generation = 1
+    for rank in range(2):
+        run.span(0.01, "init", rank, 0.001, incident="i1")
+    run.add(0.05, "job", "end", code=code, reason=["too many incidents", "traceback"])
+    summary = one(run)
     assert summary.outcome is outcome
     assert summary.headline_s == (pytest.approx(0.011) if code == 0 else None)
     assert summary.reason == ("" if code == 0 else "too many incidents")
@@ -204,18 +176,19 @@ def test_with_no_step_left_to_make_the_end_of_the_job_decides(code: int, outcome
 def test_every_stage_is_its_slowest_rank_in_whatever_order_lines_come(
     ranks: int, generation: int, lengths: dict[tuple[str, int], float], rng: random.Random
 ) -> None:
-    script = Script()
-    script.detect(0, generation, "i1", culprit=0)
-    done = script.recovery(2, generation, "i1", ranks, lengths)
-    summary = one(script)
+    run = MadeUpRun(ranks, generation=generation)
+    detect(run, 0, "i1", culprit=0)
+    done_s = recovery(run, 0.002, "i1", lengths)
+    summary = one(run)
     assert summary.outcome is Outcome.RESUMED
-    assert summary.headline_s == pytest.approx(done / 1000)
+    assert summary.headline_s == pytest.approx(done_s)
     for stage in (*ENDING, *STARTING):
-        slowest_ms = max(lengths.get((stage, rank), 1.0) for rank in range(ranks))
-        assert summary.stages_s[stage] == pytest.approx(slowest_ms / 1000)
+        assert summary.stages_s[stage] == pytest.approx(
+            max(lengths.get((stage, rank), 0.001) for rank in range(ranks))
+        )
     # the lines of one process stay in order, those of different processes mix
-    places = {event.pid: rng.random() for event in script.events}
-    assert summarize(sorted(script.events, key=lambda event: (places[event.pid], event.ts))) == [summary]
+    places = {event.pid: rng.random() for event in run.events}
+    assert summarize(sorted(run.events, key=lambda event: (places[event.pid], event.ts))) == [summary]
 
 
 @given(LOGS)

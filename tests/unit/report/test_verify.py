@@ -1,5 +1,6 @@
 """Test the comparison of two runs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+import tests
+from checkpointless.cli.command_line import main
 from checkpointless.observability.report.verify import Difference, Quantity, _StepPlace, compare
 from checkpointless.observability.telemetry.steps import (
     Recording,
@@ -277,3 +280,22 @@ def test_what_is_recorded_is_read(tmp_path: Path) -> None:
     (tmp_path / "steps" / "validation-rank-0.jsonl").write_text('{"step":2,"metrics":{},"callbacks":{}}\n{"step":')
     StepLog(tmp_path, 0).record_validation(4, {}, {})
     assert [record.step for record in read_steps(tmp_path).validations[0]] == [2, 4]
+
+
+RUNS = Path(tests.__file__).parent / "recorded_runs"
+
+
+def test_verify_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(RUNS / "calm"), str(RUNS / "rough")]) == 0
+    assert "equal: 6 steps on 2 ranks, bit by bit" in capsys.readouterr().out
+
+
+def test_report_reads_incidents_levels_and_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(RUNS / "rough"), "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [
+        (each["how"], each["rung"], each["resumed_after"], each["sources"], each["outcome"])
+        for each in report["incidents"]
+    ] == [("exception", "in-process", 1, [], "resumed"), ("SIGKILL", "process", 4, [1], "resumed")]
+    assert [round(each["headline_s"], 2) for each in report["incidents"]] == [0.23, 0.71]
+    assert all(sum(each["tiles_s"].values()) == pytest.approx(each["headline_s"]) for each in report["incidents"])

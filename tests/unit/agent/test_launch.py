@@ -1,4 +1,4 @@
-"""Test what the ranks of a node find in their environment."""
+"""Test what a node refuses to run, what its ranks find in their environment, and what is said last."""
 
 import json
 import os
@@ -7,8 +7,49 @@ from typing import Any
 
 import pytest
 
+from checkpointless.launcher.agent import launch
 from checkpointless.launcher.agent.launch import _rank_environment
 from checkpointless.launcher.agent.launch_config import LaunchConfig
+from checkpointless.launcher.protocol.messages import End
+from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
+
+TOKEN = "t" * 32
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device_check": "no-such-program -x"}, "'no-such-program -x' cannot be run: there is no such program"),
+        ({"device_check": " "}, "there is no such program"),
+        ({"device_check": "sh -c 'exit"}, "cannot be run: No closing quotation"),
+        ({"device_check": "true", "regroup_timeout_s": 30.0}, "30 s must be less than --regroup-timeout, 30 s"),
+        ({"script": "nowhere.py"}, "no script 'nowhere.py'"),
+        ({"script": "nowhere.at.all", "module": True}, "no module 'nowhere.at.all'"),
+    ],
+)
+def test_a_wrong_value_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    good: dict[str, Any] = {"nproc_per_node": 2, "script": __file__, "run_dir": tmp_path}
+    LaunchConfig(**good)
+    with pytest.raises(ValueError, match=said):
+        LaunchConfig(**good | change)
+
+
+@pytest.mark.parametrize(
+    ("node", "own"), [(0, range(0, 2)), (1, range(2, 4)), (2, range(0))], ids=["first", "second", "spare"]
+)
+def test_a_node_runs_the_ranks_of_its_number_and_a_spare_runs_none(tmp_path: Path, node: int, own: range) -> None:
+    config = LaunchConfig(
+        nproc_per_node=2,
+        script=__file__,
+        run_dir=tmp_path,
+        nnodes=2,
+        spares=1,
+        node_rank=node,
+        rdzv_endpoint="here",
+        token=TOKEN,
+    )
+    assert config.own_ranks == own
+
 
 OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"
@@ -73,3 +114,14 @@ def test_what_the_ranks_of_a_node_find_in_their_environment(
     config = LaunchConfig(**{"nproc_per_node": 1, "script": __file__, "run_dir": run_dir, **asked})
     always = {"CHECKPOINTLESS_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}
     assert _rank_environment(config) == always | found
+
+
+def test_events_that_may_be_lost_are_said_before_the_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.scribe, "flush", lambda: False)
+    said: list[str] = []
+    config = LaunchConfig(nproc_per_node=1, script=__file__, run_dir=tmp_path)
+    events = EventLog(tmp_path / EVENTS_FILE, node=0)
+    assert launch._conclude(End(1, ["the end"]), 3, -1, config, events, said.append) == 1
+    assert said == [f"the disk of {tmp_path} does not answer: the last events of node 0 may be lost", "the end"]
