@@ -1,8 +1,6 @@
 """Play a wire that runs ahead, with gloo on CPUs: batches, device digests, and counts of what waits for the
 device."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from typing import Any

@@ -4,8 +4,6 @@ Each environment is made under ``build/compat``, the tests run in it, and it is 
 machine is said in the table at the end; only tests that fail make the exit status 1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 A count would tell less: the collector of garbage may close what an earlier test left, in the middle of this one.
 """
 
-from __future__ import annotations
-
 import os
 
 

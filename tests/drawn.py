@@ -1,16 +1,10 @@
 """How many inputs a test draws: few per commit; ``--hypothesis-profile nightly`` draws more, ``quick`` fewer."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 _EACH = 100  # what hypothesis draws by default
 
 
 def examples(count: int) -> settings:
-    """Return settings with ``count`` examples, or as many times more as the loaded profile draws more than usual.
-
-    Args:
-        count: how many are drawn per commit.
-    """
+    """Return settings with ``count`` examples per commit, or more as the loaded profile draws more than usual."""
     return settings(max_examples=count * settings().max_examples // _EACH)

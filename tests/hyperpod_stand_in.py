@@ -7,8 +7,6 @@ The real one drops a start, too, that comes while it reports at the barrier, whi
 (its own comment says so). Here that would fail tests on a busy machine, so a start is dropped before the report.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

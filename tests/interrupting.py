@@ -1,7 +1,5 @@
 """Interrupt code right before one of its instructions, as the fault of another rank may."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection
 from types import FrameType

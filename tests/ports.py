@@ -1,7 +1,5 @@
 """Find ports that nobody else is given while a test gets ready to listen there."""
 
-from __future__ import annotations
-
 import random
 import socket
 

@@ -1,7 +1,5 @@
 """Files of a disk that has stopped, for tests of who waits for it."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

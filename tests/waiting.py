@@ -1,7 +1,5 @@
 """Wait for what comes soon on a quiet machine, and on a busy one later."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

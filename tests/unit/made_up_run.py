@@ -1,7 +1,5 @@
 """Make up the events of runs, for tests of what is made of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Make Megatron's process groups at the real world size of a layout, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Test calculated layouts: groups are the same as Megatron's own, and what cannot work is said in one line."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Test which precisions of training, and which kernels that no abort ends, are refused."""
 
-from __future__ import annotations
-
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any

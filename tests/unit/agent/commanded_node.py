@@ -1,7 +1,5 @@
 """Provide an agent that a test commands, and whose processes do what the test says."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import socket

@@ -1,7 +1,5 @@
 """Provide what the tests of an agent share."""
 
-from __future__ import annotations
-
 import fcntl
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Test what an agent keeps, says again and gives up when its link to a coordinator elsewhere is lost."""
 
-from __future__ import annotations
-
 import selectors
 import time
 from collections.abc import Callable

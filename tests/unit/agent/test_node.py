@@ -1,7 +1,5 @@
 """Test a node's agent by commands alone: what it does when they cross with what happens to its processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

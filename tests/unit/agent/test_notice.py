@@ -1,7 +1,5 @@
 """Test the command that gives notice of the end of a node: it is run again and again, and never waited for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

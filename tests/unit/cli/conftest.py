@@ -1,7 +1,5 @@
 """Provide what the command line would launch."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Test torchrun's options and variables: what works, what is accepted with one line, and what is refused in one."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Test what is said of imports that stand in the way of a fork, with real processes that import them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Test that a seed always draws the same faults, which are possible and say what must come of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

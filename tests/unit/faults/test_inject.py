@@ -1,7 +1,5 @@
 """Test when a fault is due, and that it is caused no more often than asked for."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -14,7 +14,7 @@ from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring import http_status
 from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS, HttpStatus
 from tests.descriptors import descriptors
-from tests.unit.monitoring.http_exchange import SNAPSHOT, answer, pages_of
+from tests.unit.monitoring.test_pages import SNAPSHOT, answer, pages_of
 
 # ---- requests
 

@@ -1,7 +1,5 @@
 """Test that the dashboard and the alert rules ask for metrics and labels that /metrics has."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from checkpointless.observability.monitoring.metrics import Metrics
 from checkpointless.observability.report.summary import build_report
 from tests.unit.made_up_run import MadeUpRun
-from tests.unit.monitoring.http_exchange import SNAPSHOT
+from tests.unit.monitoring.test_pages import SNAPSHOT
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana.json").read_text())

@@ -1,7 +1,5 @@
 """Test what is read from the event log as it grows, breaks and is replaced, and what is counted of it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -36,8 +34,7 @@ from checkpointless.observability.telemetry.events import (
 )
 from checkpointless.observability.telemetry.scribe import scribe
 from tests.unit.made_up_run import MadeUpRun
-from tests.unit.monitoring.http_exchange import SNAPSHOT, get
-from tests.unit.monitoring.test_pages import samples
+from tests.unit.monitoring.test_pages import SNAPSHOT, get, samples
 from tests.waiting import wait_until
 
 OWN = (2, 3)

@@ -1,7 +1,5 @@
 """Test the clock that does not count the pauses of its own process."""
 
-from __future__ import annotations
-
 from checkpointless.system.awake_clock import AwakeClock
 
 

@@ -1,7 +1,5 @@
 """Test what is known of processes, and that what they leave in shared memory goes with them, and nothing else."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -1,7 +1,5 @@
 """What ranks' processes leave in their temporary folders goes with them, or with the next agent."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

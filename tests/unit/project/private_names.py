@@ -1,7 +1,5 @@
 """Find private names of other packages, which are to stand in ``integrations/compat``."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Check that what is imported is declared and the reverse, and that Python 3.11.0 can install what is pinned."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

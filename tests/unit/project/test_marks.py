@@ -1,7 +1,5 @@
 """Check that tests whose marks leave them out are not imported, and that only tests with its mark import NeMo."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

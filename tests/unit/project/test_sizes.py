@@ -1,7 +1,5 @@
 """The budgets of the project: what is measured, so that each commit that adds code says so."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

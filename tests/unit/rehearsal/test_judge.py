@@ -1,7 +1,5 @@
 """Test what a rehearsal makes of runs that differ, and which point of the contract it names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test what a rehearsal does: which faults it draws, and in which folders of links its jobs run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Test what the wall time of a job went to: the parts add up, whatever the events are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Test the event log and the step log, written and read back; odd lines of them end nothing."""
 
-from __future__ import annotations
-
 import enum
 import json
 import re

@@ -1,7 +1,5 @@
 """Test what a process writes without waiting for the disk: in order, bounded, over forks and interruptions."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Test the device check with real processes, under an agent whose ranks are not real."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test that what ranks print is kept in files of bounded size and shown, and that no rank waits for that."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Test the agent's connection to a rank: it reads what is there, and never waits."""
 
-from __future__ import annotations
-
 import selectors
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Test the process that a rank's script is run in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

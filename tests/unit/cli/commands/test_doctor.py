@@ -1,7 +1,5 @@
 """Test the command `doctor`: the page, the JSON, the exit status, and what a job says before it begins."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

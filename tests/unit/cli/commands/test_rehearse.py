@@ -1,7 +1,5 @@
 """Test how the command ``rehearse`` reads its words: scripts, modules and recipes, and what is wrong with them."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
