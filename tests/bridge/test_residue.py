@@ -14,9 +14,9 @@ from checkpointless.faults.ledger import fired
 from checkpointless.observability.telemetry.event_names import EventName
 from tests.ranks.agent_job import is_alive
 from tests.ranks.conftest import short_folder  # noqa: F401 - a fixture
-from tests.ranks.jobs import Job, Scene, run_job
+from tests.ranks.jobs import PHASES, Job, Scene, require_nothing_left, run_job
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_demo_trainers import INCIDENTS, PHASES, residues
+from tests.ranks.test_demo_trainers import INCIDENTS
 from tests.ranks.test_kill_everything import GONE_WITHIN_S, SHARED_MEMORY, files
 from tests.waiting import wait_until
 
@@ -81,12 +81,7 @@ def test_ten_incidents_leave_nothing_behind(bridge_zygote: Zygote, tmp_path: Pat
     job.assert_same(calm.steps, STEPS)
     assert len(job.incidents) == INCIDENTS
 
-    threads, descriptors, memory = zip(*residues(job, 0), strict=True)
-    assert len(threads) == INCIDENTS
-    assert threads[-1] <= threads[0], f"threads: {threads}"
-    assert descriptors[-1] <= descriptors[0], f"descriptors: {descriptors}"
-    assert memory[-1] - memory[1] < 64e6, f"bytes: {memory}"
-
+    require_nothing_left(job, 0, INCIDENTS)
     assert max(census.counts) == 1 + 2 * RANKS, "the zygote, and each rank with one data-loader worker"
     assert len(census.seen) >= 1 + 2 * RANKS * (INCIDENTS + 1) // 2
     wait_until(lambda: not any(is_alive(process.pid) for process in census.seen), GONE_WITHIN_S)

@@ -1,13 +1,12 @@
 """Start jobs under a real agent, watch them, and look for what they leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
+import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ import psutil
 from checkpointless.launcher.agent.ranks.preload import preloads_of
 from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.observability.telemetry.events import read_events
+from checkpointless.system.environment import TOKEN_ENV
 from tests.ranks.agent_nursery import ForkedAgent
 
 SCRIPTS = Path(__file__).parent / "agent_scripts"
+TOKEN = "a secret of the tests that is long enough"
 _MARKER = "CHECKPOINTLESS_TEST_JOB"
 
 
@@ -31,15 +32,10 @@ class Ended:
 
 
 class Job:
-    """Runs a job under an agent of its own.
+    """Runs one of ``agent_scripts`` under an agent of its own, with further fields of ``LaunchConfig``.
 
-    Args:
-        run_dir: for the agent.
-        script: one of ``agent_scripts``.
-        args: its arguments.
-        env: environment variables of the agent, beside this process's.
-        options: fields of ``LaunchConfig``. If the script imports torch, the ranks' zygote is forked from the agent
-            (``fork_here``) unless they say otherwise; else it is an interpreter of its own, as ever.
+    If the script imports torch, the ranks' zygote is forked from the agent (``fork_here``) unless ``options`` say
+    otherwise; else it is an interpreter of its own, as ever.
     """
 
     def __init__(
@@ -103,6 +99,27 @@ class Job:
     def zygote(self) -> psutil.Process:
         (zygote,) = psutil.Process(self.process.pid).children()
         return zygote
+
+
+def start_coordinator(
+    endpoint: str, nnodes: int, nproc: int, *options: str, within: Sequence[str] = ()
+) -> tuple[subprocess.Popen[str], list[str]]:
+    """Start a coordinator in a process of its own, by a command that may begin with ``within``, and have it listen.
+
+    Returns:
+        The process, and what it has said until it listens.
+    """
+    where = ["--rdzv-endpoint", endpoint, "--nnodes", str(nnodes), "--nproc-per-node", str(nproc)]
+    command = [*within, sys.executable, "-m", "checkpointless", "coordinator", *where, *options]
+    environment = {**os.environ, TOKEN_ENV: TOKEN}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said: list[str] = []
+    for line in process.stderr:
+        said.append(line)
+        if f"coordinating {nnodes} nodes of {nproc} ranks" in line:
+            return process, said
+    raise AssertionError("".join(["the coordinator has ended\n", *said]))
 
 
 def _described(process: psutil.Process) -> str:

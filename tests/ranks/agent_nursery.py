@@ -3,8 +3,6 @@
 What an agent starts is started as ever: the zygote is an interpreter of its own, unless ``fork_here`` is set.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,14 +1,14 @@
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import Steps
-from tests.ranks.jobs import Disturb, Job, known_steps, run_job, small
+from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, run_job, small
 from tests.ranks.nemo_zygote import MODULES, Zygote
 
 HAS_NEMO = find_spec("nemo") is not None
@@ -41,15 +41,39 @@ def nemo_zygote(zygotes: Path) -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="session")
-def zygote(nemo_zygote: Zygote) -> Zygote:
-    """Return a process that forks ranks which need no NeMo: the one that has it, if it is installed."""
-    return nemo_zygote
+def of_recipe(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """Return trainings with the tiny recipe; each kind of undisturbed one is made once."""
+    return Trainings(nemo_zygote, tmp_path_factory, RUNNER)
 
 
-@pytest.fixture(scope="session")
-def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
-    """Return a function for the steps of a run without faults; it makes each kind of run once."""
-    return known_steps(nemo_zygote, tmp_path_factory)
+@pytest.fixture
+def undisturbed(of_recipe: Trainings) -> Callable[..., Steps]:
+    return lambda nproc, args: of_recipe.calm(nproc, *args).steps
+
+
+@pytest.fixture
+def disturb(of_recipe: Trainings) -> Disturb:
+    """Return a function that trains with overrides of :func:`small` and ``args`` to the bits of no fault."""
+
+    def run(nproc: int, steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
+        return of_recipe.rough(nproc, (*small(nproc, steps), *args), *faults, steps=steps, **settings)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trainings(
+    request: pytest.FixtureRequest, nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Trainings:
+    """Return trainings with the script that the test's module calls ``SCRIPT``."""
+    return Trainings(nemo_zygote, tmp_path_factory, request.module.SCRIPT)
+
+
+@pytest.fixture
+def attempt(request: pytest.FixtureRequest, nemo_zygote: Zygote, tmp_path: Path) -> Attempt:
+    """Return a function that runs a job of the module's ``SCRIPT``, or of the recipe, however it ends."""
+    script = getattr(request.module, "SCRIPT", RUNNER)
+    return partial(run_job, nemo_zygote, tmp_path / "run", script=script)
 
 
 @pytest.fixture
@@ -57,22 +81,3 @@ def short_folder() -> Iterator[Path]:
     """Yield a folder whose path is short enough for Unix sockets below it; those of pytest are too long."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
-
-
-@pytest.fixture
-def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
-    """Return a function that runs with faults, and requires that each happened and nothing differs at the end.
-
-    The run is :func:`small`, if ``args`` do not say otherwise.
-    """
-
-    def run(nproc: int, steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
-        args = (*small(nproc, steps), *args)
-        reference = undisturbed(nproc, args)
-        job = run_job(nemo_zygote, tmp_path / "run", nproc, args=args, faults=faults, **settings)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        job.assert_same(reference, steps)
-        return job
-
-    return run

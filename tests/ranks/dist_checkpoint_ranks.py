@@ -1,7 +1,5 @@
 """Provide what the ranks of test_dist_checkpoint.py do: save and load checkpoints by several strategies."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

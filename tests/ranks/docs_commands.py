@@ -1,7 +1,5 @@
 """Carry out commands of the documentation, and look up its names, in a process that has imported NeMo already."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Provide datasets whose items are draws from every random stream; workers that are spawned import only this."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

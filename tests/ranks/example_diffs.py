@@ -1,7 +1,5 @@
 """Read the scripts of ``examples/`` and the diffs that make them come through faults."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Provide callbacks that recipes of the tests take."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +17,16 @@ from checkpointless.faults.ledger import fired
 from checkpointless.faults.spec import parse
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
 from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
-from checkpointless.system.environment import TOKEN_ENV
 from tests.ports import free_port
+from tests.ranks.agent_job import TOKEN, start_coordinator
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import INTERFACE, Network, enter
 from tests.waiting import wait_until
 
 RUNNER = "checkpointless.recipes.runner"
-TOKEN = "a secret of the tests that is long enough"
 
 
 @dataclass(frozen=True)
@@ -54,15 +52,23 @@ class Job:
         assert verdict.equal, f"{verdict.sentence}\n{self.story()}"
         assert count is None or verdict.steps == count
 
+    def told(self) -> str:
+        """Return all that the agent and the ranks have said."""
+        return "\n".join([*self.said, *(path.read_text(errors="replace") for path in self._logs())])
+
     def story(self) -> str:
         logs = "\n".join(
             f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-25:])
-            for path in sorted((self.run_dir / "logs").iterdir())
+            for path in self._logs()
         )
         return "\n".join([f"exit code {self.code}", *self.said, logs])
 
+    def _logs(self) -> list[Path]:
+        return sorted((self.run_dir / "logs").iterdir())
+
 
 Disturb = Callable[..., Job]  # the fixture runs a job with faults and compares it with one without
+Attempt = Callable[..., Job]  # the fixture runs a job, however it ends
 
 
 def run_job(
@@ -90,10 +96,10 @@ class Trainings:
         self._zygote, self._folders, self._script, self._settings = zygote, folders, script, settings
         self._calm: dict[tuple[int, tuple[str, ...]], Job] = {}
 
-    def run(self, ranks: int, args: tuple[str, ...], *faults: str) -> Job:
+    def run(self, ranks: int, args: tuple[str, ...], *faults: str, **settings: Any) -> Job:
         """Train; the job has to end well, and each fault to happen as often as it says."""
         folder = self._folders.mktemp("training") / "run"
-        given: Any = {"script": self._script, "args": args, "faults": faults, **self._settings}
+        given: Any = {"script": self._script, "args": args, "faults": faults, **self._settings, **settings}
         job = run_job(self._zygote, folder, ranks, **given)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == {fault: parse(fault).times for fault in faults}, job.story()
@@ -105,12 +111,22 @@ class Trainings:
         return self._calm[ranks, args]
 
     def rough(
-        self, ranks: int, args: tuple[str, ...], *faults: str, steps: int | None = None, more: tuple[str, ...] = ()
+        self,
+        ranks: int,
+        args: tuple[str, ...],
+        *faults: str,
+        steps: int | None = None,
+        more: tuple[str, ...] = (),
+        **settings: Any,
     ) -> Job:
         """Train with faults, and with ``more`` words for the script; every step has to be that of the calm one."""
-        job = self.run(ranks, (*args, *more), *faults)
+        job = self.run(ranks, (*args, *more), *faults, **settings)
         job.assert_same(self.calm(ranks, *args).steps, steps)
         return job
+
+
+#: Where a loop of one's own, and Lightning, let a fault come.
+PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 
 
 def faults_in(phases: Sequence[str], kind: str, ranks: int) -> list[str]:
@@ -118,9 +134,18 @@ def faults_in(phases: Sequence[str], kind: str, ranks: int) -> list[str]:
     return [f"{kind}@{phase}:rank={place % ranks},step={2 * place}" for place, phase in enumerate(phases, start=1)]
 
 
-def known_steps(zygote: Zygote, folders: pytest.TempPathFactory) -> Callable[..., Steps]:
-    trainings = Trainings(zygote, folders, RUNNER)
-    return lambda nproc, args: trainings.calm(nproc, *args).steps
+def require_nothing_left(job: Job, rank: int, incidents: int) -> None:
+    """Require that a rank that lived through incidents has, two steps after each, no more than after the first."""
+    residues = [
+        (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
+        for event in read_events(job.run_dir)
+        if event.rank == rank and event.stage == EventName.SETTLED
+    ]
+    threads, descriptors, memory = zip(*residues)
+    assert len(residues) == incidents
+    assert threads[-1] <= threads[0], f"rank {rank}: threads {threads}"
+    assert descriptors[-1] <= descriptors[0], f"rank {rank}: descriptors {descriptors}"
+    assert memory[-1] - memory[1] < 64e6, f"rank {rank}: bytes {memory}"
 
 
 def small(nproc: int, steps: int) -> tuple[str, ...]:
@@ -141,6 +166,7 @@ def run_nodes(
     script: str = RUNNER,
     args: tuple[str, ...] = (),
     faults: tuple[str, ...] = (),
+    recipe: str = "tiny_gpt_cpu",  # of the runner
     limit_s: float = 180.0,
     spares: int = 0,  # agents that wait to take the place of a lost one
     late: float | None = None,  # one more agent starts so many seconds later, as the last node once more
@@ -156,7 +182,7 @@ def run_nodes(
     The result has what each agent says, by node; None for one that was killed.
     """
     agents = nnodes + spares + (late is not None)
-    arguments = _arguments(run_dir, nproc, script, args, faults) | settings
+    arguments = _arguments(run_dir, nproc, script, recipe, args, faults) | settings
     hosts: list[str] = []
     if agents > 1:
         address = "127.0.0.1" if network is None else network.address(agents if outside else 0)
@@ -179,13 +205,13 @@ def run_nodes(
 
 
 def _arguments(
-    run_dir: Path, nproc: int, script: str, args: tuple[str, ...], faults: tuple[str, ...]
+    run_dir: Path, nproc: int, script: str, recipe: str, args: tuple[str, ...], faults: tuple[str, ...]
 ) -> dict[str, Any]:
     return {
         "nproc_per_node": nproc,
         "script": script,
         "module": script == RUNNER,
-        "script_args": ["tiny_gpt_cpu", *args] if script == RUNNER else list(args),
+        "script_args": [recipe, *args] if script == RUNNER else list(args),
         "run_dir": str(run_dir),
         "faults": list(faults),
         "record_steps": True,
@@ -197,19 +223,14 @@ class OutsideCoordinator:
     """Runs a coordinator in a process of its own, which can be killed and started again."""
 
     def __init__(self, settings: dict[str, Any], host: str | None = None) -> None:
-        self._command = ["ip", "netns", "exec", host] if host else []
-        self._command += [sys.executable, "-m", "checkpointless", "coordinator"]
-        self._command += ["--nnodes", str(settings["nnodes"])]
-        self._command += ["--nproc-per-node", str(settings["nproc_per_node"])]
-        self._command += ["--rdzv-endpoint", settings["rdzv_endpoint"], "--run-dir", settings["run_dir"]]
-        self._command += ["--node-timeout", str(settings.get("node_timeout_s", 10)), "--heartbeat-timeout", "20"]
+        self._settings, self._within = settings, ["ip", "netns", "exec", host] if host else []
         self.start()
 
     def start(self) -> None:
-        environment = {**os.environ, TOKEN_ENV: TOKEN}
-        self._process = subprocess.Popen(self._command, env=environment, stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr is not None
-        assert any("coordinating" in line for line in self._process.stderr)
+        asked, timeout = self._settings, str(self._settings.get("node_timeout_s", 10))
+        options = "--run-dir", asked["run_dir"], "--node-timeout", timeout, "--heartbeat-timeout", "20"
+        whose = asked["rdzv_endpoint"], asked["nnodes"], asked["nproc_per_node"]
+        self._process, _ = start_coordinator(*whose, *options, within=self._within)
 
     def kill(self) -> None:
         self._process.kill()

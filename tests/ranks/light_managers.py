@@ -4,8 +4,6 @@ Such a process is an interpreter of its own, which imports the script, and torch
 of a core for each rank that saves, in which it does nothing that a test looks at. It stays a process of its own.
 """
 
-from __future__ import annotations
-
 import pickle
 from multiprocessing import spawn
 from typing import Any

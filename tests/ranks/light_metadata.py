@@ -1,7 +1,5 @@
 """Have ranks know what installed packages offer: each would read the metadata of a few hundred, 50 ms of a core."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Train the tiny recipe with NVRx's local-checkpoint callback and a manager of ours, and tell what came of it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

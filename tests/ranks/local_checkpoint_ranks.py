@@ -1,7 +1,5 @@
 """Provide what the ranks of test_local_checkpoint.py do: a list of calls of the manager, on simulated nodes."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

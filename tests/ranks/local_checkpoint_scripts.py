@@ -5,8 +5,6 @@ Each is run twice, with NVRx's classes and with ours. NVRx's queue of background
 documentation says.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from datetime import timedelta

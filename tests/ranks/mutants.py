@@ -4,8 +4,6 @@ A callback is made again whenever a rank enters the block, in a respawned proces
 trainer and strategy exist. ``tests/ranks/test_mutants.py`` gives them to disturbed runs only.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

@@ -4,8 +4,6 @@ This needs the right to make namespaces (root, or a container with CAP_NET_ADMIN
 :func:`is_possible` tells whether a process has it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

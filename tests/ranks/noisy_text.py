@@ -1,7 +1,5 @@
 """Provide the tests' text with random numbers in it, drawn where a user's augmentation draws them."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Count parameters and look at a recipe, in a rank of the tests of recipes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,10 @@
 """Test how a job under a real agent ends, with which code and last words, and that it leaves nothing."""
 
+import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,37 +14,43 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.ranks
 
 
-def test_the_third_time_of_the_same_exception_ends_the_job_with_it(tmp_path: Path) -> None:
-    ended = Job(tmp_path, "steps.py", "1:4:*:raise").end()
+LOSS = "the loss is not a number"
+
+
+@pytest.mark.parametrize(
+    ("faults", "options", "incidents", "last"),
+    [
+        (["1:4:*:raise"], {}, 3, f"ValueError: {LOSS}"),
+        (
+            ["1:4:0:SIGKILL", "1:99:0:stillborn"],
+            {},
+            None,
+            "5 successors ended before they entered the block.*rank 1 exited with code 7 before it entered",
+        ),
+        (
+            ["1:3:0:raise", "2:6:1:SIGKILL"],
+            {"max_incidents": 1},
+            2,
+            "incident 2 is over the limit of 1: rank 2 killed by SIGKILL at step 6",
+        ),
+        (["0:4:0:giveup"], {}, None, "nobody holds shard 3$"),
+    ],
+    ids=["the-third-time-of-an-exception", "successors-always-die", "max-incidents", "a-rank-gives-up"],
+)
+def test_what_ends_the_job_is_its_last_word(
+    tmp_path: Path, faults: list[str], options: dict[str, Any], incidents: int | None, last: str
+) -> None:
+    ended = Job(tmp_path, "steps.py", *faults, **options).end()
     assert ended.code == 1
-    assert "incident 3" in ended.err
-    assert "incident 4" not in ended.err
-    reason = "rank 1 raised ValueError at step 4: the loss is not a number, 3 times in a row"
-    assert reason in ended.err
-    assert ended.err.splitlines()[-1] == "ValueError: the loss is not a number"
-    assert "steps.py" in ended.err
-
-
-def test_a_successor_that_always_dies_before_its_block_ends_the_job(tmp_path: Path) -> None:
-    job = Job(tmp_path, "steps.py", "1:4:0:SIGKILL", "1:99:0:stillborn")
-    ended = job.end()
-    assert ended.code == 1
-    last = ended.err.splitlines()[-1]
-    assert "rank 1 exited with code 7 before it entered the block" in last
-    assert last.startswith("5 successors ended before they entered the block")
-
-
-def test_max_incidents_is_kept(tmp_path: Path) -> None:
-    ended = Job(tmp_path, "steps.py", "1:3:0:raise", "2:6:1:SIGKILL", max_incidents=1).end()
-    assert ended.code == 1
-    assert "incident 1: recovered" in ended.err
-    assert "incident 2 is over the limit of 1: rank 2 killed by SIGKILL at step 6" in ended.err.splitlines()[-1]
-
-
-def test_the_reason_of_a_rank_that_gives_up_is_the_last_word(tmp_path: Path) -> None:
-    ended = Job(tmp_path, "steps.py", "0:4:0:giveup").end()
-    assert ended.code == 1
-    assert ended.err.splitlines()[-1] == "nobody holds shard 3"
+    assert re.match(last, ended.err.splitlines()[-1])
+    if incidents is not None:
+        assert f"incident {incidents}" in ended.err
+        assert f"incident {incidents + 1}" not in ended.err
+    if options:
+        assert "incident 1: recovered" in ended.err
+    if incidents == 3:
+        assert f"rank 1 raised ValueError at step 4: {LOSS}, 3 times in a row" in ended.err
+        assert "steps.py" in ended.err
 
 
 def test_a_plain_script_ends_well(tmp_path: Path) -> None:
@@ -151,3 +159,27 @@ def test_what_is_imported_before_there_are_ranks_is_not_rank_0(
     assert job.end().code == 0
     assert "rank 0 of 1 begins" in job.log(0)
     assert "False worker" in (job.run_dir / "logs" / "zygote.log").read_text()
+
+
+REFUSES: dict[str, Any] = {"preload": ("refuses_forks",)}
+NO = "Resource temporarily unavailable"
+
+
+@pytest.mark.parametrize("refused", ["4", "4-6"])
+def test_a_successor_whose_fork_is_refused_is_started_again(tmp_path: Path, refused: str) -> None:
+    """Two ranks have died; neither process of theirs keeps a descriptor of the other."""
+    faults = ("1:4:0:SIGKILL", "2:4:0:SIGKILL", "1:7:1:SIGKILL")
+    job = Job(tmp_path, "steps.py", *faults, env={"REFUSED_FORKS": refused}, **REFUSES)
+    ended = job.end()
+    assert ended.code == 0, ended.err
+    assert [n["step"] for n in job.notes("step", 0)] == list(range(1, 11))
+    assert len(job.events("recovered")) == 2
+
+
+def test_a_first_fork_that_is_refused_ends_the_job_in_a_line(tmp_path: Path) -> None:
+    job = Job(tmp_path, "steps.py", env={"REFUSED_FORKS": "3-999999"}, **REFUSES)
+    ended = job.end()
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1].startswith("rank 2 exited with code 71; its log: ")
+    assert f"the kernel gives this rank no process ({NO}): raise the limits" in job.log(2)
+    assert "hung up" not in ended.err

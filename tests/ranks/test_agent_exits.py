@@ -1,7 +1,5 @@
 """Test that a rank's process ends although something in it does not, and that nobody who works is cut off."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

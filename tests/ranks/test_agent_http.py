@@ -7,11 +7,10 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,24 @@ from prometheus_client.parser import text_string_to_metric_families
 from checkpointless.cli import main
 from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS
 from checkpointless.system.environment import TOKEN_ENV
-from tests.ranks.agent_job import Job
-from tests.ranks.agent_nursery import ForkedAgent
-from tests.ranks.test_agent_nodes import TOKEN, Nodes
+from tests.ranks.agent_job import TOKEN, Job, start_coordinator
+from tests.ranks.test_agent_nodes import NPROC, Nodes
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 class Http:
-    """Asks the agent of a job for what it serves.
+    """Asks an agent or a coordinator for what it serves, where its standard error has said."""
 
-    Args:
-        process: one that was told to; its standard error is read until it has said where.
-    """
-
-    def __init__(self, process: subprocess.Popen[str] | ForkedAgent) -> None:
-        assert process.stderr is not None
-        said = iter(process.stderr.readline, "")
+    def __init__(self, said: Iterable[str]) -> None:
         where = (re.search(r"health and metrics at http://127\.0\.0\.1:(\d+) ", line) for line in said)
         found = next(filter(None, where))
         self.port = int(found[1])
+
+    @classmethod
+    def of(cls, job: Job) -> Http:
+        return cls(iter(job.process.stderr.readline, ""))
 
     def get(self, path: str) -> tuple[int, str]:
         try:
@@ -87,7 +83,7 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
     """Rank 1 is killed while rank 2 sleeps, which comes back only as a new process; then rank 0 sleeps."""
     faults = ("2:4:0:sleep", "1:6:0:SIGKILL", "0:7:0:wait", "0:9:1:sleep")
     job = Job(tmp_path, "steps.py", *faults, http_port=0, regroup_timeout_s=3.0, heartbeat_timeout_s=6.0)
-    http = Http(job.process)
+    http = Http.of(job)
     assert http.get("/healthz")[0] in (200, 503)  # it may not have joined its own job yet
 
     during = http.until(lambda now: now["incident"])
@@ -134,7 +130,7 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
 
 def test_only_the_coordinators_node_tells_of_the_whole_job(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "3:4:0:sleep", http_port=0, heartbeat_timeout_s=5.0)
-    first, second = (Http(agent.process) for agent in nodes.agents)
+    first, second = map(Http.of, nodes.agents)
     wait_until(lambda: nodes.notes("fault", 3))
     here = first.until(lambda now: now["generation"] == 0)
     there = second.until(lambda now: now["generation"] == 0 and now["ranks"][1]["making"] == 4)
@@ -154,15 +150,9 @@ class WatchedNodes(Nodes):
     """Runs a job of several nodes whose coordinator, in a process of its own, serves what it knows."""
 
     def coordinate(self) -> subprocess.Popen[str]:
-        command = ["coordinator", "--nnodes", str(self.nnodes), "--nproc-per-node", "2", "--http-port", "0"]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--node-timeout", "3"]
-        environment = {**os.environ, TOKEN_ENV: TOKEN}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "checkpointless", *command], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        self.http = Http(process)
-        assert process.stderr is not None
-        assert "coordinating 2 nodes of 2 ranks" in process.stderr.readline()
+        options = "--node-timeout", "3", "--http-port", "0"
+        process, said = start_coordinator(f"127.0.0.1:{self.port}", self.nnodes, NPROC, *options)
+        self.http = Http(said)
         return process
 
 
@@ -189,7 +179,7 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) 
 
 def test_two_hundred_slow_and_strange_connections_change_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, "steps.py", "2:7:0:sleep", http_port=0, heartbeat_timeout_s=5.0)
-    http = Http(job.process)
+    http = Http.of(job)
     wait_until(lambda: job.notes("fault", 2))
     agent = psutil.Process(job.process.pid)
     before = agent.num_fds()

@@ -1,33 +1,26 @@
 """Test agents on one machine as the nodes of one job, each with processes of its own."""
 
-from __future__ import annotations
-
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpointless.system.environment import TOKEN_ENV
 from tests.ports import free_port
-from tests.ranks.agent_job import Ended, Job
+from tests.ranks.agent_job import TOKEN, Ended, Job, start_coordinator
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-TOKEN = "a secret of the tests that is long enough"
 NPROC = 2
 
 
 class Nodes:
-    """Runs a job of several nodes: node 0 is the first, and the spares are the last.
+    """Runs a job of several nodes that train, with ``faults`` as the script's arguments.
 
-    ``faults`` are arguments of the script, ``options`` further fields of ``LaunchConfig``;
-    with ``outside`` the coordinator has a process of its own.
+    Node 0 is the first, and the spares are the last; ``outside`` the coordinator has a process of its own.
     """
 
     def __init__(
@@ -48,20 +41,9 @@ class Nodes:
         self.agents = [self.start(node) for node in range(nnodes + spares)]
 
     def coordinate(self) -> subprocess.Popen[str]:
-        command = ["coordinator", "--nnodes", str(self.nnodes), "--nproc-per-node", str(NPROC)]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--run-dir", str(self.run_dir)]
-        command += ["--node-timeout", "3", "--regroup-timeout", "20"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "checkpointless", *command],
-            env={**os.environ, TOKEN_ENV: TOKEN},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "coordinating 2 nodes of 2 ranks" in line:
-                return process
-        raise AssertionError("the coordinator has ended")
+        options = "--run-dir", str(self.run_dir), "--node-timeout", "3", "--regroup-timeout", "20"
+        process, _ = start_coordinator(f"127.0.0.1:{self.port}", self.nnodes, NPROC, *options)
+        return process
 
     def start(self, node: int, **options: Any) -> Job:
         where = {"nnodes": self.nnodes, "node_rank": node, "rdzv_endpoint": f"127.0.0.1:{self.port}"}

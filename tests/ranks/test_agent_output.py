@@ -1,7 +1,5 @@
 """Test that no rank ends or waits because of what it prints, and that a job's own output costs no exit status."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test that the signals that an agent gets reach its ranks, which save, leave the block and end by themselves."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test stalls, pauses, and hangs in the first generation: no healthy process is replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

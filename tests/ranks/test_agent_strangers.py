@@ -1,7 +1,5 @@
 """Test strangers at the coordinator's port while a job trains: nothing is let in, and nobody else notices."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Test ``--fault`` and ``--record-steps`` with a Lightning trainer that knows nothing of checkpointless."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,8 +7,7 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.agent_job import SCRIPTS, Job
-from tests.ranks.jobs import run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -29,12 +26,10 @@ def test_steps_are_recorded_and_a_fault_that_is_survived_changes_nothing(tmp_pat
     assert steps == read_steps(calm.run_dir)[0]
 
 
-def test_lightnings_own_strategy_resumes_from_its_own_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
+def test_lightnings_own_strategy_resumes_from_its_own_checkpoint(attempt: Attempt) -> None:
     pytest.importorskip("lightning.pytorch")
     script, fault = str(SCRIPTS / "lightning_fit.py"), "exception@backward:rank=1,step=6"
-    job = run_job(
-        zygote, tmp_path / "run", 2, script=script, args=("8", "ddp", "saves", "by-name"), faults=(fault,)
-    )
+    job = attempt(2, script=script, args=("8", "ddp", "saves", "by-name"), faults=(fault,))
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == {fault: 1}
     assert (job.run_dir / "saved" / "last.ckpt").exists()

@@ -1,7 +1,5 @@
 """Test real jobs with a device check, which a rank that was killed passes or does not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

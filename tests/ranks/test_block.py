@@ -1,7 +1,5 @@
 """Test what the engine owes a block, whatever parts of one's own it is given and however it ends."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,22 +1,17 @@
 """Test the contract of a script (docs/contract.md): declared state and plain attributes are exact after faults."""
 
-from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from pathlib import Path
+import re
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Attempt, Trainings
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-Calm = Callable[..., Job]
+SCRIPT = str(SCRIPTS / "contract_loop.py")
 STEPS = 14
 LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("average", "draws", "scaler")]
 #: In steps of the second and the third epoch; the last finds a rank whose process is new.
@@ -27,53 +22,24 @@ FAULTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    @functools.cache
-    def train(script: str, *args: str) -> Job:
-        folder = tmp_path_factory.mktemp("calm") / "run"
-        job = run_job(nemo_zygote, folder, 2, script=str(SCRIPTS / script), args=args)
-        assert job.code == 0, job.story()
-        return job
-
-    return train
-
-
-def _equal(
-    zygote: Zygote, calm: Calm, folder: Path, script: str, args: tuple[str, ...], faults: tuple[str, ...]
-) -> Job:
-    job = run_job(zygote, folder / "rough", 2, script=str(SCRIPTS / script), args=args, faults=faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    job.assert_same(calm(script, *args).steps)
-    return job
-
-
 @pytest.mark.parametrize("kind", ["clip", "workers", "optimizer", *LONG])
-def test_a_loop_gets_back_what_it_declares(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str) -> None:
-    job = _equal(nemo_zygote, calm, tmp_path, "contract_loop.py", (str(STEPS), kind), FAULTS)
-    said = "\n".join(job.log(rank) for rank in range(2))
+def test_a_loop_gets_back_what_it_declares(trainings: Trainings, kind: str) -> None:
+    said = trainings.rough(2, (str(STEPS), kind), *FAULTS).told()
     assert f"norms of {STEPS} steps" in said, said
     assert "begin anew" not in said, said
     assert "what an undisturbed run computes" not in said, said
 
 
-def test_a_loop_that_does_not_declare_is_warned_before_it_parts(
-    nemo_zygote: Zygote, calm: Calm, tmp_path: Path
-) -> None:
+def test_a_loop_that_does_not_declare_is_warned_before_it_parts(attempt: Attempt, trainings: Trainings) -> None:
     args = (str(STEPS), "clip", "undeclared")
-    script = str(SCRIPTS / "contract_loop.py")
-    job = run_job(nemo_zygote, tmp_path / "rough", 2, script=script, args=args, faults=FAULTS[:1])
+    job = attempt(2, args=args, faults=FAULTS[:1])
     assert "these variables of the loop change from step to step" in job.log(0), job.story()
     assert "average, generator, norms" not in job.log(0), "nothing draws from the generator"
-    assert not compare(calm("contract_loop.py", *args).steps, job.steps).equal, "so this test can fail"
+    assert not compare(trainings.calm(2, *args).steps, job.steps).equal, "so this test can fail"
 
 
-def test_an_optimizer_with_state_of_its_own_is_refused_where_it_is_not_registered(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
-    script = str(SCRIPTS / "contract_loop.py")
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=script, args=(str(STEPS), "optimizer", "undeclared"))
+def test_an_optimizer_with_state_of_its_own_is_refused_where_it_is_not_registered(attempt: Attempt) -> None:
+    job = attempt(2, args=(str(STEPS), "optimizer", "undeclared"))
     assert job.code == 1, job.story()
     assert "Paced keeps 'pace' in its state_dict" in job.said[-1], job.story()
     assert "checkpointless.register_optimizer_state" in job.said[-1], job.story()
@@ -96,18 +62,13 @@ def test_an_optimizer_with_state_of_its_own_is_refused_where_it_is_not_registere
     ],
 )
 def test_plain_attributes_and_the_state_of_callbacks_are_each_ranks_own(
-    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str, faults: tuple[str, ...]
+    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, kind: str, faults: tuple[str, ...]
 ) -> None:
     """Also a validation loader with persistent workers does not move the training's streams."""
-    job = _equal(nemo_zygote, calm, tmp_path, "contract_lightning.py", (kind,), faults)
-
-    def results(of: Job) -> list[str]:
-        lines = [line for rank in range(2) for line in of.log(rank).splitlines()]
-        return sorted({line[line.index("RESULT") :] for line in lines if "RESULT" in line})
-
-    undisturbed = results(calm("contract_lightning.py", kind))
-    assert len(undisturbed) == 6, undisturbed
-    assert results(job) == undisturbed
-    said = "\n".join(job.log(rank) for rank in range(2))
+    modules = Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "contract_lightning.py"))
+    said, undisturbed = modules.rough(2, (kind,), *faults).told(), modules.calm(2, kind).told()
+    results = set(re.findall("RESULT .*", undisturbed))
+    assert len(results) == 6, undisturbed
+    assert set(re.findall("RESULT .*", said)) == results
     assert said.count("Mean.hidden") == 2, "what is left out is named once in each process of rank 0"
     assert "gets a peer's" not in said, said

@@ -1,16 +1,12 @@
 """Test a loop whose tensors are replicated along different dimensions of a mesh, so that no two ranks are alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, Trainings, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Job, Trainings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -19,18 +15,13 @@ SCRIPT = str(SCRIPTS / "crossed_mesh.py")
 Train = Callable[..., Job]
 
 
-def run(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...] = (str(STEPS),)) -> Job:
-    return run_job(zygote, run_dir, 4, script=SCRIPT, args=args, faults=faults)
-
-
 def ends(job: Job) -> list[str]:
     """Return what each rank says of its end: plain numbers of its optimizer, and its own buffer."""
     return [re.findall(r"norms .*", job.log(rank))[-1] for rank in range(4)]
 
 
-@pytest.fixture(scope="module")
-def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
+@pytest.fixture
+def train(trainings: Trainings) -> Train:
     undisturbed = trainings.calm(4, str(STEPS))
     assert "a rank that dies cannot be restored" not in undisturbed.log(0)
     assert len(set(ends(undisturbed))) == 4, "each rank has numbers of its own"
@@ -55,37 +46,40 @@ def test_parts_of_different_holders_are_not_compared(train: Train) -> None:
     assert len(job.incidents[1].sources) == 3, "of the bias all other ranks are holders"
 
 
-def test_each_part_is_compared_among_its_holders(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    """A flipped bit is found, but not which holder is right."""
-    faults = (
-        "bitflip@between:rank=1,step=5",  # in the first steps, the loop is taken to have changed it
-        "exception@backward:rank=2,step=6",
-    )  # all have met in the forward pass
-    job = run(nemo_zygote, tmp_path / "run", *faults, args=(str(STEPS), "checksum"))
+@pytest.mark.parametrize(
+    ("args", "faults", "reason"),
+    [
+        pytest.param(  # the bit is flipped late: in the first steps, the loop is taken to have changed it
+            (str(STEPS), "checksum"),
+            (
+                "bitflip@between:rank=1,step=5",
+                "exception@backward:rank=2,step=6",
+            ),  # all have met in the forward pass
+            r"the replicas of the shard of ranks 0, 1 \(model\.0\.up\) differ at step 5",
+            id="a-flipped-bit-and-nobody-knows-which-holder-is-right",
+        ),
+        pytest.param(
+            (str(STEPS),),
+            ("sigkill@before_optimizer:rank=0,step=3", "sigkill@recovery:rank=2,step=2"),
+            r"no living rank holds the shard of ranks 0, 2 \(model.0.down\); the last committed step was 2",
+            id="the-last-holder-of-a-part-is-lost",
+        ),
+        pytest.param(
+            ("3", "own"),
+            (),
+            "ranks 0, 1, 2, 3 are to hold the same model.0.bias, and it begins with other values",
+            id="a-parameter-that-is-a-ranks-own-and-that-no-mesh-tells",
+        ),
+    ],
+)
+def test_what_ends_the_job(attempt: Attempt, args: tuple[str, ...], faults: tuple[str, ...], reason: str) -> None:
+    job = attempt(4, args=args, faults=faults)
     assert job.code == 1
-    assert re.search(r"the replicas of the shard of ranks 0, 1 \(model\.0\.up\) differ at step 5", job.said[-1])
+    assert re.search(reason, job.said[-1])
+    assert bool(list(job.run_dir.glob("steps/*"))) == bool(faults), "what is refused makes no step"
 
 
-def test_only_what_has_no_second_holder_is_warned_of_by_name(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = run(nemo_zygote, tmp_path / "run", args=("2", "alone"))
+def test_only_what_has_no_second_holder_is_warned_of_by_name(attempt: Attempt) -> None:
+    job = attempt(4, args=("2", "alone"))
     assert job.code == 0, job.story()
     assert "no two ranks hold the same model.0.up (others have more holders): a rank that dies cannot" in job.log(0)
-
-
-def test_the_last_holder_of_a_part_is_lost(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    faults = ("sigkill@before_optimizer:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
-    job = run(nemo_zygote, tmp_path / "run", *faults)
-    assert job.code == 1
-    assert (
-        "no living rank holds the shard of ranks 0, 2 (model.0.down); the last committed step was 2" in job.said[-1]
-    )
-
-
-def test_a_parameter_that_is_a_ranks_own_and_that_no_mesh_tells_is_refused(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
-    job = run(nemo_zygote, tmp_path / "run", args=("3", "own"))
-    assert job.code == 1
-    assert "ranks 0, 1, 2, 3 are to hold the same model.0.bias, and it begins with other values" in job.said[-1]
-    with pytest.raises(FileNotFoundError, match="has no recorded steps"):
-        _ = job.steps

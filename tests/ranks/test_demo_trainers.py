@@ -1,34 +1,20 @@
 """Test every trainer of the demo, as ``checkpointless demo --trainer`` runs it, through many incidents."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest
 
-from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
 from checkpointless.testing.demo.trainers import TRAINERS, Task
-from tests.ranks.jobs import Job, Trainings
+from tests.ranks.jobs import PHASES, Trainings, require_nothing_left
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 INCIDENTS = 10
 SCRIPTED = [
     ("ddp", 5),  # the others have tests of their own
     *(pytest.param(name, INCIDENTS, marks=pytest.mark.long) for name in TRAINERS if name != "nemo"),
 ]
-
-
-def residues(job: Job, rank: int) -> list[tuple[int, int, int]]:
-    """Return the threads, descriptors and bytes of a rank two steps after each incident that it lived through."""
-    return [
-        (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
-        for event in read_events(job.run_dir)
-        if event.rank == rank and event.stage == EventName.SETTLED
-    ]
 
 
 @pytest.mark.long
@@ -49,9 +35,4 @@ def test_many_incidents_leave_nothing_behind(
     trainings = Trainings(nemo_zygote, tmp_path_factory, str(found.origin))
     job = trainings.rough(ranks, tuple(arguments), *faults, steps=task.steps)
     assert len(job.incidents) == incidents
-    left = residues(job, 0)
-    assert len(left) == incidents
-    threads, descriptors, memory = zip(*left)
-    assert threads[-1] <= threads[0], f"threads: {threads}"
-    assert descriptors[-1] <= descriptors[0], f"descriptors: {descriptors}"
-    assert memory[-1] - memory[1] < 64e6, f"bytes: {memory}"
+    require_nothing_left(job, 0, incidents)

@@ -1,7 +1,5 @@
 """Test every kind of fault in every phase of a step and of a set-up, in real NeMo jobs on the test device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Test that Megatron's checkpoints come from copies, else from storage once, and that no two are ever mixed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

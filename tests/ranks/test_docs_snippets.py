@@ -1,7 +1,5 @@
 """Run the scripts and commands that the documentation describes, scripts through faults."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Each script of ``examples/`` comes through faults with the same bits, by its diff and no other line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

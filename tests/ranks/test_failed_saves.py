@@ -1,7 +1,5 @@
 """Test that a checkpoint that cannot be saved costs that checkpoint, and neither the job nor what else is there."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

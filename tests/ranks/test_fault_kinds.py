@@ -1,16 +1,11 @@
 """Test kinds of fault that a process reports, survives or leaves with, and what follows each in a real NeMo job."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
-from tests.ranks.jobs import Disturb, run_job, small
+from tests.ranks.jobs import Attempt, Disturb, small
 from tests.ranks.layouts import DROPOUT
-from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_worker_streams import NOISY
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -56,10 +51,8 @@ def test_workers_fail_after_a_recovery_too_and_at_the_last_step(disturb: Disturb
     assert said.count("Caught InjectedFault in DataLoader worker process") == 2
 
 
-def test_a_job_without_workers_in_which_one_was_to_fail_ends_with_the_reason(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
-    job = run_job(nemo_zygote, tmp_path / "run", 2, args=small(2, 4), faults=("dataloader@data:rank=1,step=2",))
+def test_a_job_without_workers_in_which_one_was_to_fail_ends_with_the_reason(attempt: Attempt) -> None:
+    job = attempt(2, args=small(2, 4), faults=("dataloader@data:rank=1,step=2",))
     assert job.code == 1
     assert "no workers (num_workers=0)" in job.said[-1]
     assert fired(job.run_dir) == {}, "it did not happen"

@@ -1,7 +1,5 @@
 """The examples of a real job's size come through faults with the same bits and log each step once, without NeMo."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

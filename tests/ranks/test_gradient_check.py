@@ -1,7 +1,5 @@
 """Test that gradients that a device computes wrongly are found before the update, and the step is redone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import RUNNER, Job, Trainings, run_job, run_nodes, small
+from tests.ranks.jobs import RUNNER, Attempt, Job, Trainings, run_job, run_nodes, small
 from tests.ranks.layouts import DROPOUT, PP2
 from tests.ranks.nemo_zygote import Zygote
 
@@ -31,11 +29,6 @@ def _require_unseen(job: Job, calm: Job, steps: int) -> None:
     job.assert_same(calm.steps, steps)
 
 
-@pytest.fixture(scope="module")
-def trainings(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(zygote, tmp_path_factory, SCRIPT)
-
-
 def test_a_flip_in_the_gradient_or_the_output_of_each_layer_is_found_and_healed(trainings: Trainings) -> None:
     places = [("gradient", "activation")[step // 2 % 2] for step in range(STEPS + 1)]
     faults = [f"bitflip@{places[step]}:rank={step % 3},step={step}" for step in range(1, STEPS + 1, 2)]
@@ -46,16 +39,16 @@ def test_a_flip_in_the_gradient_or_the_output_of_each_layer_is_found_and_healed(
     job.assert_same(trainings.calm(3, *CALM).steps, STEPS)
 
 
-def test_a_rank_that_was_wrong_twice_goes_on_on_a_spare(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_rank_that_was_wrong_twice_goes_on_on_a_spare(nemo_zygote: Zygote, tmp_path: Path) -> None:
     faults = ("bitflip@gradient:rank=1,step=2", "bitflip@activation:rank=1,step=4")
     args = ("8", "1", "waits")
-    jobs = run_nodes(zygote, tmp_path / "run", 2, 1, script=SCRIPT, args=args, faults=faults, spares=1)
+    jobs = run_nodes(nemo_zygote, tmp_path / "run", 2, 1, script=SCRIPT, args=args, faults=faults, spares=1)
     job = jobs[0]
     assert job is not None
     assert job.code == 0, job.story()
     assert [each.how for each in job.incidents] == ["exception", "exception", "planned"]
     assert any("node 1 moves to a spare (rank 1 has computed gradients wrongly twice)" in line for line in job.said)
-    calm = run_job(zygote, tmp_path / "calm", 2, script=SCRIPT, args=("8", "1000"))
+    calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=("8", "1000"))
     job.assert_same(calm.steps, 8)
 
 
@@ -73,10 +66,8 @@ def test_checks_change_nothing_and_find_nothing_and_what_is_not_checked_is_not_s
         (0, "", "sdc_check_every is a number of steps from 1 on (None: no checks), not 0"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(
-    zygote: Zygote, tmp_path: Path, every: int, way: str, reason: str
-) -> None:
-    job = run_job(zygote, tmp_path / "run", 3, script=SCRIPT, args=(str(STEPS), str(every), way))
+def test_what_cannot_be_checked_is_refused(attempt: Attempt, every: int, way: str, reason: str) -> None:
+    job = attempt(3, args=(str(STEPS), str(every), way))
     assert job.code != 0
     assert reason in "\n".join(job.said), job.story()
 
@@ -90,9 +81,9 @@ def _ends(job: Job) -> list[str]:
 
 
 def test_lightning_finds_and_heals_them_and_a_check_is_not_seen_in_what_is_logged(
-    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    trainings = Trainings(zygote, tmp_path_factory, LIGHTNING)
+    trainings = Trainings(nemo_zygote, tmp_path_factory, LIGHTNING)
     calm, checked = trainings.calm(2, *FIT, "check-1000"), trainings.run(2, (*FIT, "check-1"))
     _require_unseen(checked, calm, 12)
     assert _ends(checked) == _ends(calm) != []
@@ -104,8 +95,8 @@ def test_lightning_finds_and_heals_them_and_a_check_is_not_seen_in_what_is_logge
     assert _ends(job) == _ends(calm)
 
 
-def test_lightning_refuses_sharded_gradients(zygote: Zygote, tmp_path: Path) -> None:
-    job = run_job(zygote, tmp_path / "run", 4, script=LIGHTNING, args=("12", "hsdp", "check-2"))
+def test_lightning_refuses_sharded_gradients(attempt: Attempt) -> None:
+    job = attempt(4, script=LIGHTNING, args=("12", "hsdp", "check-2"))
     assert job.code != 0
     assert "which sharded parameters (FSDP2, DTensors) do not show: leave it out" in "\n".join(job.said)
 

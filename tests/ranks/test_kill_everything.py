@@ -1,7 +1,5 @@
 """``kill -9`` of everything that belongs to a job, in any order, leaves nothing behind."""
 
-from __future__ import annotations
-
 import random
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Test that a job whose processes are all killed in a save goes on from the newest checkpoint that is whole."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

@@ -1,7 +1,5 @@
 """Test Lightning's own strategies with recovery: DDP, HSDP, with tensor parallelism, fully sharded."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +9,11 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, Trainings, run_job
+from tests.ranks.jobs import PHASES, Attempt, Job, Trainings, faults_in, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 SCRIPT = str(SCRIPTS / "lightning_fit.py")
 Train = Callable[..., Job]
 
@@ -25,17 +22,6 @@ def in_phases(*more: str) -> list[str]:
     """Return faults of both kinds in three phases, by turns on two ranks, and a death at each of ``more``."""
     faults = ["sigkill@forward:rank=1,step=4", "exception@optimizer:rank=0,step=8"]
     return [*faults, "sigkill@after_optimizer:rank=1,step=12", *(f"sigkill@{place}" for place in more)]
-
-
-def in_every_phase(kind: str, ranks: int = 4) -> list[str]:
-    """Return a fault in each phase, each on another rank and in another step, from the second."""
-    return [f"{kind}@{phase}:rank={at % ranks},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
-
-
-def calm_and_at_once(fault: str, *rows: tuple[Any, ...]) -> list[Any]:
-    """Return each row without a fault, and with it for make test-long; test_plain_loop.py has one per commit."""
-    calm = [pytest.param(*row, None, id=f"calm-{row[0]}") for row in rows]
-    return calm + [pytest.param(*row, fault, id=f"at-once-{row[0]}", marks=pytest.mark.long) for row in rows]
 
 
 def logged(job: Job) -> list[dict[str, str]]:
@@ -49,10 +35,6 @@ def logged(job: Job) -> list[dict[str, str]]:
         for row in csv.DictReader(path.read_text().splitlines())
     ]
     return list({tuple(row.items()): row for row in rows if row.keys() - {"epoch", "step"}}.values())
-
-
-def told(job: Job) -> str:
-    return "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +57,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_ddp_in_every_phase(train: Train, kind: str) -> None:
     """Over three epochs of eight batches, with what a user has: hooks, schedulers, validation, logged values."""
-    train("ddp", 18, *in_every_phase(kind), features="validation,warmup")
+    train("ddp", 18, *faults_in(PHASES, kind, 4), features="validation,warmup")
 
 
 def test_ddp_that_accumulates(train: Train) -> None:
@@ -91,13 +73,13 @@ def test_a_compiled_model(train: Train) -> None:
 @pytest.mark.long  # test_plain_fsdp2.py has the same without Lightning
 def test_hsdp_in_every_phase(train: Train) -> None:
     """The shard of a rank that dies comes from the other row of the mesh."""
-    job = train("hsdp", 16, *in_every_phase("sigkill"), features="accumulate,bf16")
+    job = train("hsdp", 16, *faults_in(PHASES, "sigkill", 4), features="accumulate,bf16")
     assert [each.sources for each in job.incidents] == [((each.respawned[0] + 2) % 4,) for each in job.incidents]
 
 
 @pytest.mark.long
 def test_tensor_parallelism_in_every_phase(train: Train) -> None:
-    train("hsdp-tp", 16, *in_every_phase("sigkill", 8), features="accumulate", ranks=8)
+    train("hsdp-tp", 16, *faults_in(PHASES, "sigkill", 8), features="accumulate", ranks=8)
 
 
 def test_a_stream(train: Train) -> None:
@@ -132,14 +114,14 @@ def test_a_loader_that_follows_from_where_it_is_made(train: Train) -> None:
 
 
 @pytest.mark.long  # test_users_runs.py stops early, and has callbacks with state
-def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_lightnings_own_callbacks(attempt: Attempt, nemo_zygote: Zygote, tmp_path: Path) -> None:
     """Those that go together, with a fault in the second epoch; training is stopped early, after the third.
 
     A trainer takes one progress bar, so each run has another one.
     """
     args, faults = ("60", "ddp", "stock", "validation"), ("sigkill@forward:rank=1,step=12",)
     calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=args)
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=(*args, "rich"), faults=faults)
+    job = attempt(2, args=(*args, "rich"), faults=faults)
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
     job.assert_same(calm.steps, 24)
     rates = [[row["lr-AdamW"] for row in logged(each) if "lr-AdamW" in row] for each in (calm, job)]
@@ -149,15 +131,14 @@ def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return run_job(
-        nemo_zygote, tmp_path_factory.mktemp("saves") / "calm", 2, script=SCRIPT, args=("7", "ddp", "saves")
-    )
+    folder = tmp_path_factory.mktemp("saves") / "calm"
+    return run_job(nemo_zygote, folder, 2, script=SCRIPT, args=("7", "ddp", "saves"))
 
 
 @pytest.mark.long  # below ranks die where a save is due
 @pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
-def test_a_fault_within_a_save(nemo_zygote: Zygote, saves: Job, tmp_path: Path, what: str) -> None:
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("7", "ddp", "saves", what))
+def test_a_fault_within_a_save(attempt: Attempt, saves: Job, what: str) -> None:
+    job = attempt(2, args=("7", "ddp", "saves", what))
     assert job.code == 0, job.story()
     job.assert_same(saves.steps)
     assert len(job.incidents) == 1
@@ -183,39 +164,62 @@ def test_saves_validations_and_workers(train: Train) -> None:
     assert names == ["epoch=1-step=10.ckpt", "epoch=1-step=12.ckpt", "last.ckpt"]
 
 
-@pytest.mark.parametrize(
-    ("features", "reason"),
-    [
-        ("manual", "leave out automatic_optimization=False"),
-        ("lbfgs", "LBFGS computes gradients several times in one step"),
-        ("twice", "optimizer_step() updates more than once in a step"),
-        ("static", "leave static_graph out"),
-        ("stream,stateful", "give it a __len__, or leave out its state_dict"),
-        ("averages", "StochasticWeightAveraging exchanges weights in hooks, from copies that a replaced"),
-        ("prunes", "ModelPruning gives the model masks while it trains"),
-    ],
-)
-def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str) -> None:
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "ddp", *features.split(",")))
-    assert job.code == 1
-    assert reason in told(job)
-    with pytest.raises(FileNotFoundError, match="no recorded steps"):
-        assert job.steps
+def refused(features: str, reason: str, made: int, *faults: str) -> list[Any]:
+    """Return a row without a fault, and for each fault one for make test-long; test_plain_loop.py has one."""
+    rows = [pytest.param(features, reason, made, None, id=f"calm-{features}")]
+    long = pytest.mark.long
+    return rows + [
+        pytest.param(features, reason, made, each, id=f"at-once-{features}", marks=long) for each in faults
+    ]
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"),
+    ("features", "reason", "made", "fault"),
     [
-        ("bounds", "parameters were changed beside the update since step 1"),
-        ("parts", "after step 1 it has other values on rank 1 than on rank 0"),
+        *refused("manual", "leave out automatic_optimization=False", 0),
+        *refused("lbfgs", "LBFGS computes gradients several times in one step", 0),
+        *refused("twice", "optimizer_step() updates more than once in a step", 0),
+        *refused("static", "leave static_graph out", 0),
+        *refused("stream,stateful", "give it a __len__, or leave out its state_dict", 0),
+        *refused(
+            "averages", "StochasticWeightAveraging exchanges weights in hooks, from copies that a replaced", 0
+        ),
+        *refused("prunes", "ModelPruning gives the model masks while it trains", 0),
+        # A forward pass that changes weights, and ranks that no longer hold the same: the second step shows it.
+        *refused("bounds", "parameters were changed beside the update since step 1", 1),
+        *refused("parts", "after step 1 it has other values on rank 1 than on rank 0", 1),
+        # The second epoch begins with step 9.
+        *(
+            row
+            for features, reason in {
+                "frees": "net.0.weight is trained now and had requires_grad=False when DistributedDataParallel",
+                "adds": "an optimizer has other parameters than at the beginning (add_param_group)",
+                "exchanges": "the trainer has another optimizer than at the beginning",
+            }.items()
+            for row in refused(features, reason, 8, "exception@forward:rank=1,step=9")
+        ),
+        # Also if a fault makes it behind the step a second time, in a trainer that was made anew.
+        *refused(
+            "regroups",
+            "accumulate_grad_batches was changed to 2 within the batches of a step",
+            3,
+            "exception@after_optimizer:rank=1,step=3",
+        ),
     ],
 )
-def test_what_the_second_step_shows_is_refused(nemo_zygote: Zygote, tmp_path: Path, word: str, reason: str) -> None:
-    """A forward pass that changes weights, and ranks that no longer hold the same."""
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("4", "ddp", word))
+def test_what_cannot_be_exact_is_refused(
+    attempt: Attempt, features: str, reason: str, made: int, fault: str | None
+) -> None:
+    args = ("12", "ddp", *features.split(","))
+    job = attempt(2, args=args, faults=() if fault is None else (fault,))
     assert job.code == 1
-    assert reason in told(job)
-    assert {len(steps) for steps in job.steps.values()} == {1}, "nothing was trained behind that"
+    assert reason in job.told(), job.story()
+    if made == 0:
+        with pytest.raises(FileNotFoundError, match="no recorded steps"):
+            assert job.steps
+    else:
+        assert {record.step for record in job.steps[0]} == set(range(1, made + 1))
+        assert all(record.step <= made for record in job.steps[1]), "nothing was trained behind that"
 
 
 @pytest.mark.long
@@ -224,46 +228,8 @@ def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train) -> 
     train("ddp", 22, *in_phases("data:rank=1,step=17"), features="freezes,validation", ranks=2)
 
 
-@pytest.mark.parametrize(
-    ("features", "reason", "fault"),
-    calm_and_at_once(
-        "exception@forward:rank=1,step=9",
-        ("frees", "net.0.weight is trained now and had requires_grad=False when DistributedDataParallel was made"),
-        ("adds", "an optimizer has other parameters than at the beginning (add_param_group)"),
-        ("exchanges", "the trainer has another optimizer than at the beginning"),
-    ),
-)
-def test_parameters_that_hooks_add_are_noticed_at_once(
-    nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str, fault: str | None
-) -> None:
-    """The second epoch begins with step 9, which is not made."""
-    faults = (fault,) if fault is not None else ()
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("12", "ddp", features), faults=faults)
-    assert job.code == 1
-    assert reason in told(job), job.story()
-    assert {record.step for record in job.steps[0]} == set(range(1, 9))
-
-
-@pytest.mark.parametrize(
-    ("features", "reason", "steps", "fault"),
-    calm_and_at_once(
-        "exception@after_optimizer:rank=1,step={}",
-        ("regroups", "accumulate_grad_batches was changed to 2 within the batches of a step", 3),
-    ),
-)
-def test_what_hooks_change_in_the_trainer_and_cannot_be_put_back_is_noticed_at_once(
-    nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str, steps: int, fault: str | None
-) -> None:
-    """Behind a step; also if a fault makes it behind the step a second time, in a trainer that was made anew."""
-    faults = (fault.format(steps),) if fault is not None else ()
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("8", "ddp", features), faults=faults)
-    assert job.code == 1, job.story()
-    assert reason in told(job), job.story()
-    assert {record.step for record in job.steps[0]} == set(range(1, steps + 1))
-
-
-def test_a_shard_whose_training_is_changed_is_noticed(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=("12", "hsdp", "freezes"))
+def test_a_shard_whose_training_is_changed_is_noticed(attempt: Attempt) -> None:
+    job = attempt(4, args=("12", "hsdp", "freezes"))
     assert job.code == 1
     assert "requires_grad of the parameter net.0.weight was changed behind fully_shard" in job.said[-1]
 
@@ -284,11 +250,9 @@ def test_a_state_of_the_modules_that_differs_from_rank_to_rank_is_named(train: T
     assert not any("checkpoint['seen']" in log for log in logs)
 
 
-def test_weights_that_were_exchanged_for_a_validation_are_not_taken_for_the_trained_ones(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
+def test_weights_that_were_exchanged_for_a_validation_are_not_taken_for_the_trained_ones(attempt: Attempt) -> None:
     """All ranks have others when one raises, so that nobody holds the trained ones: said, and not trained on."""
     args = ("8", "ddp", "validation", "swaps")
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args)
+    job = attempt(2, args=args)
     assert job.code == 1
     assert "given up: parameters were changed beside the update since step 4 (ended)" in job.log(0)

@@ -1,7 +1,5 @@
 """Test local checkpoints: lost nodes, damaged files and full disks lead to no mixture and no hang."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,28 +1,23 @@
 """Compare the steps of NeMo's LoRA through faults with an undisturbed run, and check what is moved for it."""
 
-from __future__ import annotations
-
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks.jobs import Disturb, Job, run_job, small
+from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, run_job, small
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_warm import BF16, VPP, told
+from tests.ranks.test_warm import BF16, VPP, require_kept, told, watched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-RECIPE = "tiny_lora_cpu"
 DROPOUT = (
     "model.config.hidden_dropout=0.1",
     "model.config.attention_dropout=0.1",
@@ -30,37 +25,9 @@ DROPOUT = (
 )
 
 
-def run_lora(zygote: Zygote, run_dir: Path, args: tuple[str, ...], **settings: Any) -> Job:
-    return run_job(zygote, run_dir, 4, script_args=[RECIPE, *args], **settings)
-
-
 @pytest.fixture(scope="module")
-def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
-    known: dict[tuple[str, ...], Steps] = {}
-
-    def steps(args: tuple[str, ...]) -> Steps:
-        if args not in known:
-            job = run_lora(nemo_zygote, tmp_path_factory.mktemp("undisturbed") / "run", args)
-            assert job.code == 0, job.story()
-            assert re.search("Adding (lora|DoRA) to", job.log(0)), "else it is the whole model that is trained"
-            known[args] = job.steps
-        return known[args]
-
-    return steps
-
-
-@pytest.fixture
-def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
-    def run(steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
-        args = (*small(4, steps), *args)
-        reference = undisturbed(args)
-        job = run_lora(nemo_zygote, tmp_path / "run", args, faults=faults, **settings)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        job.assert_same(reference, steps)
-        return job
-
-    return run
+def of_recipe(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(nemo_zygote, tmp_path_factory, RUNNER, recipe="tiny_lora_cpu")
 
 
 def moved(job: Job, rank: int) -> list[int]:
@@ -74,14 +41,15 @@ def moved(job: Job, rank: int) -> list[int]:
     ]
 
 
-def test_it_trains(undisturbed: Callable[..., Steps]) -> None:
-    steps = undisturbed(small(4, 5))
-    losses = [float.fromhex(record.loss) for record in steps[0]]
+def test_it_trains(of_recipe: Trainings) -> None:
+    job = of_recipe.calm(4, *small(4, 5))
+    assert "Adding lora to" in job.log(0), "else it is the whole model that is trained"
+    losses = [float.fromhex(record.loss) for record in job.steps[0]]
     assert losses[-1] < losses[0]
 
 
 def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
-    job = disturb(5, "sigkill@forward:rank=1,step=2", "exception@optimizer:rank=1,step=4")
+    job = disturb(4, 5, "sigkill@forward:rank=1,step=2", "exception@optimizer:rank=1,step=4")
     assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED, Outcome.RESUMED]
     everything, adapters = moved(job, 1)
     assert everything > 4 * adapters, "its process lived through the second fault, and the base model is larger"
@@ -93,7 +61,7 @@ def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
 
 @pytest.mark.long
 def test_what_arrived_is_kept_when_the_rest_of_a_recovery_fails(disturb: Disturb) -> None:
-    job = disturb(5, "sigkill@between:rank=1,step=2", "exception@transfer:rank=3,step=2")
+    job = disturb(4, 5, "sigkill@between:rank=1,step=2", "exception@transfer:rank=3,step=2")
     assert len(job.incidents) == 2
     assert job.incidents[-1].target == 2
     kept = [
@@ -107,7 +75,7 @@ def test_what_arrived_is_kept_when_the_rest_of_a_recovery_fails(disturb: Disturb
 @pytest.mark.long
 def test_checksums_and_offload(disturb: Disturb) -> None:
     args = ("checkpointless.enable_checksum=true", "checkpointless.enable_offload=true")
-    job = disturb(5, "sigkill@backward:rank=2,step=2", "exception@optimizer:rank=0,step=4", args=args)
+    job = disturb(4, 5, "sigkill@backward:rank=2,step=2", "exception@optimizer:rank=0,step=4", args=args)
     assert 4 * moved(job, 0)[-1] < moved(job, 2)[0], "the base model is compared, and not sent again"
 
 
@@ -144,16 +112,16 @@ def test_pretrained_weights_are_read_at_the_first_start_only(
     disturb: Disturb, undisturbed: Callable[..., Steps], pretrained: Path
 ) -> None:
     args = (resume(pretrained),)
-    job = disturb(7, "sigkill@forward:rank=1,step=2", "exception@between:rank=0,step=3", args=args)
+    job = disturb(4, 7, "sigkill@forward:rank=1,step=2", "exception@between:rank=0,step=3", args=args)
     for rank in range(4):
         assert job.log(rank).count("Doing selective restore") == 1
     started = float.fromhex(job.steps[0][0].loss)
-    assert started < float.fromhex(undisturbed(small(4, 5))[0][0].loss)
+    assert started < float.fromhex(undisturbed(4, small(4, 5))[0][0].loss)
 
 
 @pytest.mark.long
 def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
-    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], pretrained: Path, tmp_path: Path
+    attempt: Attempt, undisturbed: Callable[..., Steps], pretrained: Path, tmp_path: Path
 ) -> None:
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
@@ -162,9 +130,9 @@ def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
         *with_checkpoints(tmp_path / "nemo", "tiny_lora"),
         resume(pretrained, resume_if_exists=True, resume_ignore_no_checkpoint=True),
     )
-    job = run_lora(nemo_zygote, tmp_path / "run", args, faults=faults)
+    job = attempt(4, recipe="tiny_lora_cpu", args=args, faults=faults)
     assert job.code == 0, job.story()
-    verdict = compare(undisturbed((*small(4, 7), resume(pretrained))), job.steps)
+    verdict = compare(undisturbed(4, (*small(4, 7), resume(pretrained))), job.steps)
     assert verdict.difference is None, f"what was done again has other bits\n{job.story()}"
     assert not verdict.missing
     assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
@@ -187,19 +155,13 @@ def test_survivors_keep_base_model_and_adapters(disturb: Disturb, tmp_path: Path
         "sigkill@optimizer:rank=1,step=6",
         "exception@forward:rank=1,step=9",
     )
-    checker = f"callbacks.checker={{_target_: tests.ranks.warm_checks.OldGroups, folder: '{tmp_path / 'groups'}'}}"
-    once = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"
     added = "callbacks.added={_target_: tests.ranks.warm_checks.AdaptersOnce}"
-    job = disturb(12, *faults, args=(*args, checker, once, added))
-    ranks = told(job)
-    assert [each["kept"] for each in ranks] == [True] * 11, ranks  # 4 ranks, then 3, then 4
-    for rank in range(4):
-        lines = (tmp_path / "groups" / f"rank-{rank}.jsonl").read_text().splitlines()
-        assert all(json.loads(line)["old"] == [] for line in lines), f"rank {rank}: {lines}"
+    job = disturb(4, 12, *faults, args=(*args, *watched(tmp_path), added))
+    require_kept(job, tmp_path)
 
 
 @pytest.mark.long
 def test_adapters_of_another_kind_are_added_anew(disturb: Disturb) -> None:
     dora = "peft._target_=nemo.collections.llm.peft.DoRA"
-    job = disturb(4, "exception@backward:rank=2,step=3", args=(*DROPOUT, dora))
+    job = disturb(4, 4, "exception@backward:rank=2,step=3", args=(*DROPOUT, dora))
     assert [each["reason"] for each in told(job)] == ["it is not known how DoRA changes the model"] * 4

@@ -1,30 +1,23 @@
 """Test loops of one's own with Megatron's DDP and optimizers, in all layouts, through faults in every phase."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, Trainings, faults_in, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import PHASES, Attempt, Job, Trainings, faults_in
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 SCRIPT = str(SCRIPTS / "megatron_loop.py")
-PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 Train = Callable[..., Job]
 
 
-@pytest.fixture(scope="module")
-def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
-
+@pytest.fixture
+def train(trainings: Trainings) -> Train:
     def compared(ranks: int, steps: int, layout: str, *faults: str) -> Job:
         return trainings.rough(ranks, (str(steps), *layout.split()), *faults, steps=steps)
 
@@ -79,19 +72,17 @@ def test_dense_parameters_come_from_more_ranks_than_experts(train: Train, precis
     assert {(0, 2, 3), (1, 2, 3)} <= {tuple(each["sources"]) for each in received if each.get("bytes")}
 
 
-def test_experts_whose_last_holder_dies_are_named(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_experts_whose_last_holder_dies_are_named(attempt: Attempt) -> None:
     """Of the dense parameters there still are two holders."""
     faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
     args = ("5", "ep=2", "distributed=0")
-    job = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=args, faults=faults)
+    job = attempt(4, args=args, faults=faults)
     assert job.code == 1
     assert re.search(r"no living rank holds the shard of ranks 1, 3 \(model\.0\.\S+experts\S+\); ", job.said[-1])
 
 
-def test_parameters_that_an_optimizer_is_given_later_are_noticed_at_once(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("5", "adds=3"))
+def test_parameters_that_an_optimizer_is_given_later_are_noticed_at_once(attempt: Attempt) -> None:
+    job = attempt(2, args=("5", "adds=3"))
     assert job.code == 1, job.story()
     assert "an optimizer has other parameters than at the beginning (add_param_group)" in job.said[-1]
     assert len(job.steps[0]) == 2

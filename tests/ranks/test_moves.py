@@ -1,7 +1,5 @@
 """Check that a node's ranks go on on a spare, with the bits of an undisturbed run and no step made twice."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
@@ -19,11 +17,11 @@ from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.system.environment import TOKEN_ENV
-from tests.ranks.agent_job import SCRIPTS, Job
+from tests.ranks.agent_job import SCRIPTS, TOKEN, Job
 from tests.ranks.job_callbacks import AT_BATCH
 from tests.ranks.jobs import RUNNER, Scene, run_job, run_nodes
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_agent_nodes import TOKEN, Nodes
+from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]

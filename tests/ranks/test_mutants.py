@@ -4,8 +4,6 @@ Every mutant is put into a real NeMo job with the fault that brings it to light,
 the reason, or its steps are not those of the undisturbed run. The controls are the same jobs without the defects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

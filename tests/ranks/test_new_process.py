@@ -1,7 +1,5 @@
 """Test blocks that a process can enter only once: a new process takes over the state of the old one."""
 
-from __future__ import annotations
-
 import functools
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Check that jobs on several nodes (agents on one machine) have the bits of a run on one node without faults."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

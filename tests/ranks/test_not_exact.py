@@ -1,28 +1,23 @@
 """Test that a step that is another one when it is made again is an outcome, and ends a strict job."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
 SAYS = {"batch": "step 4 takes another batch than before the fault", "loss": "step 4 has the loss "}
 
 
-def _train(zygote: Zygote, run_dir: Path, trainer: str, what: str, strict: bool = False) -> Job:
+def _train(attempt: Attempt, trainer: str, what: str, strict: bool = False) -> Job:
     phase = "before_optimizer" if what == "loss" else "backward"  # rank 1 has a batch; rank 0 gets to its loss
     faults = (f"exception@{phase}:rank=1,step=4",)
     name, args = {"plain": ("plain_habits", ("6",)), "lightning": ("lightning_fit", ("6", "ddp"))}[trainer]
     args, script = (*args, f"other-{what}"), str(SCRIPTS / f"{name}.py")  # nothing has other-nothing
-    return run_job(zygote, run_dir, 2, script=script, args=args, faults=faults, strict=strict)
+    return attempt(2, script=script, args=args, faults=faults, strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -34,8 +29,8 @@ def _train(zygote: Zygote, run_dir: Path, trainer: str, what: str, strict: bool 
         pytest.param("lightning", "loss", marks=pytest.mark.long),
     ],
 )
-def test_an_inexact_incident_is_an_outcome(nemo_zygote: Zygote, tmp_path: Path, trainer: str, what: str) -> None:
-    job = _train(nemo_zygote, tmp_path / "run", trainer, what)
+def test_an_inexact_incident_is_an_outcome(attempt: Attempt, trainer: str, what: str) -> None:
+    job = _train(attempt, trainer, what)
     assert job.code == 0, job.story()
     (line,) = (line for line in job.said if line.startswith("incident 1: re"))
     assert line.startswith("incident 1: resumed, not exact, in "), job.story()
@@ -48,8 +43,8 @@ def test_an_inexact_incident_is_an_outcome(nemo_zygote: Zygote, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("trainer", ["plain", pytest.param("lightning", marks=pytest.mark.long)])
-def test_a_strict_job_ends_with_why(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
-    job = _train(nemo_zygote, tmp_path / "run", trainer, "batch", strict=True)
+def test_a_strict_job_ends_with_why(attempt: Attempt, trainer: str) -> None:
+    job = _train(attempt, trainer, "batch", strict=True)
     assert job.code == 1, job.story()
     assert job.said[-1].endswith(f"{SAYS['batch']}: the job ends, as --strict (CHECKPOINTLESS_STRICT) asks for")
     assert not any("recovered" in line for line in job.said), job.story()
@@ -57,8 +52,8 @@ def test_a_strict_job_ends_with_why(nemo_zygote: Zygote, tmp_path: Path, trainer
 
 @pytest.mark.long
 @pytest.mark.parametrize("trainer", ["plain", "lightning"])
-def test_a_strict_job_that_is_exact_says_nothing(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
-    job = _train(nemo_zygote, tmp_path / "run", trainer, "nothing", strict=True)
+def test_a_strict_job_that_is_exact_says_nothing(attempt: Attempt, trainer: str) -> None:
+    job = _train(attempt, trainer, "nothing", strict=True)
     assert job.code == 0, job.story()
     assert any(line.endswith("nothing was lost") for line in job.said), job.story()
     assert not any(event.stage == "inexact" for event in read_events(job.run_dir))

@@ -1,7 +1,5 @@
 """Test that telemetry that NeMo starts on rank 0 does not keep a restart from training on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import ModuleType

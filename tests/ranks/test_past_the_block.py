@@ -1,26 +1,16 @@
 """Test what a block hands itself past its arguments: notes of a data module's ``setup``, a model from outside."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Trainings, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Trainings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-STEPS = 6
+SCRIPT, STEPS = str(SCRIPTS / "lightning_fit.py"), 6
 ARGS = (str(STEPS), "ddp")
 LONG = [pytest.param(word, marks=pytest.mark.long) for word in ("hparams", "buffer")]
-
-
-@pytest.fixture(scope="module")
-def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "lightning_fit.py"))
 
 
 @pytest.mark.parametrize("word", ["attribute", *LONG])
@@ -60,12 +50,10 @@ def test_ranks_that_have_no_state_yet_begin_with_the_weights_of_the_first(traini
     assert last[0] == last[1], "or nothing was shown"
 
 
-def test_a_module_from_outside_that_gets_the_weights_of_a_new_process_is_no_source(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
+def test_a_module_from_outside_that_gets_the_weights_of_a_new_process_is_no_source(attempt: Attempt) -> None:
     """In a loop of one's own, DDP gives all ranks the weights of rank 0, which has just been made."""
     script, fault = str(SCRIPTS / "plain_habits.py"), "sigkill@backward:rank=0,step=3"
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=script, args=(str(STEPS), "outside"), faults=(fault,))
+    job = attempt(2, script=script, args=(str(STEPS), "outside"), faults=(fault,))
     assert job.code == 1, job.story()
     assert "0.weight was written to since the fault: what the block trains must be built in it" in job.log(1)
     assert all(record.step < 3 for rank in range(2) for record in job.steps.get(rank, ())), "it trained on"

@@ -1,40 +1,35 @@
 """Test loops of one's own over torch's ``DistributedDataParallel``, whose buckets decide about the bits of sums."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Trainings, run_job
+from tests.ranks.jobs import PHASES, Attempt, Trainings, faults_in
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 STEPS = 2 * len(PHASES) + 2
 SCRIPT = str(SCRIPTS / "plain_ddp.py")
 
 
 @pytest.fixture(scope="module")
-def trainings(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     # Compiling takes its time on a busy machine.
-    return Trainings(zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=100.0)
+    return Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=100.0)
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_ddp_in_every_phase(trainings: Trainings, kind: str) -> None:
     """Every rank raises and dies: DDP is made anew each time, and reduces as it would have without the fault."""
-    faults = [f"{kind}@{phase}:rank={at % 3},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
-    trainings.rough(3, (str(STEPS),), *faults, steps=STEPS)
+    trainings.rough(3, (str(STEPS),), *faults_in(PHASES, kind, 3), steps=STEPS)
 
 
-def test_a_static_graph_is_refused(zygote: Zygote, tmp_path: Path) -> None:
-    job = run_job(zygote, tmp_path / "run", 2, script=SCRIPT, args=("5", "static"))
+def test_a_static_graph_is_refused(attempt: Attempt) -> None:
+    job = attempt(2, args=("5", "static"))
     assert job.code == 1
-    assert "leave static_graph out" in "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
+    assert "leave static_graph out" in job.told()
 
 
 @pytest.mark.parametrize(

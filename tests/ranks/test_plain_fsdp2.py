@@ -1,16 +1,12 @@
 """Test loops of one's own over FSDP2: HSDP meshes, with tensor parallelism, and without replicas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, Trainings, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import PHASES, Attempt, Job, Trainings, faults_in
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -20,10 +16,8 @@ HSDP, WITH_TP, FULLY_SHARDED = (2, 2, 1), (2, 2, 2), (1, 4, 1)
 Train = Callable[..., Job]
 
 
-@pytest.fixture(scope="module")
-def train(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    trainings = Trainings(zygote, tmp_path_factory, SCRIPT)
-
+@pytest.fixture
+def train(trainings: Trainings) -> Train:
     def compared(mesh: Mesh, steps: int, *faults: str, extra: tuple[str, ...] = ()) -> Job:
         args = (str(steps), *map(str, mesh))
         return trainings.rough(math.prod(mesh), args, *faults, steps=steps, more=extra)
@@ -31,15 +25,10 @@ def train(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
     return compared
 
 
-PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
-
-
 @pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
     """Each rank has two faults at least; the shard of a rank that dies comes from the other row of the mesh."""
-    steps = range(2, 2 * len(PHASES) + 1, 2)
-    faults = [f"{kind}@{phase}:rank={step // 2 % 4},step={step}" for step, phase in zip(steps, PHASES)]
-    job = train(HSDP, steps[-1] + 2, *faults)
+    job = train(HSDP, 2 * len(PHASES) + 2, *faults_in(PHASES, kind, 4))
     if kind == "sigkill":
         assert [incident.sources for incident in job.incidents] == [
             ((incident.respawned[0] + 2) % 4,) for incident in job.incidents
@@ -54,10 +43,10 @@ def test_hsdp_with_tensor_parallelism(train: Train) -> None:
 
 
 @pytest.mark.long
-def test_both_replicas_of_a_shard_are_lost(zygote: Zygote, tmp_path: Path) -> None:
+def test_both_replicas_of_a_shard_are_lost(attempt: Attempt) -> None:
     faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
-    script, args = SCRIPT, ("5", "2", "2", "1")
-    job = run_job(zygote, tmp_path / "run", 4, script=script, args=args, faults=faults)
+    args = ("5", "2", "2", "1")
+    job = attempt(4, args=args, faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 1, 3" in job.said[-1]
 
@@ -75,8 +64,8 @@ def test_weights_that_were_exchanged_for_an_evaluation_are_not_taken_for_the_tra
     assert "given up: parameters were changed beside the update since step 2" in job.log(1)
 
 
-def test_an_optimizer_that_communicates_is_refused_in_its_first_step(zygote: Zygote, tmp_path: Path) -> None:
-    script, args = SCRIPT, ("5", "2", "2", "1", "muon")
-    job = run_job(zygote, tmp_path / "run", 4, script=script, args=args)
+def test_an_optimizer_that_communicates_is_refused_in_its_first_step(attempt: Attempt) -> None:
+    args = ("5", "2", "2", "1", "muon")
+    job = attempt(4, args=args)
     assert job.code == 1
-    assert "an optimizer communicates in its step" in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])
+    assert "an optimizer communicates in its step" in job.told()

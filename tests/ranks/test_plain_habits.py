@@ -1,15 +1,11 @@
 """Test what users do in loops of their own beside steps: it is exact, or it is refused in the first steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, Trainings, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Trainings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -25,15 +21,6 @@ def by_turns(phases: Sequence[str], first: int) -> list[str]:
         f"{('exception', 'sigkill')[at % 2]}@{phase}:rank={at // 2 % 2},step={2 * at + first}"
         for at, phase in enumerate(phases)
     ]
-
-
-def _train(zygote: Zygote, run_dir: Path, habit: str, *faults: str) -> Job:
-    return run_job(zygote, run_dir, 2, script=SCRIPT, args=(str(STEPS), habit), faults=faults)
-
-
-@pytest.fixture(scope="module")
-def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +71,10 @@ def test_it_is_as_without_the_fault(trainings: Trainings, habit: str) -> None:
         ("resets", "the parameter module.0.weight is changed between two calls of steps()"),
     ],
 )
-def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, habit: str, reason: str) -> None:
-    job = _train(nemo_zygote, tmp_path / "run", habit)
+def test_it_is_refused_in_the_first_steps(attempt: Attempt, habit: str, reason: str) -> None:
+    job = attempt(2, args=(str(STEPS), habit))
     assert job.code == 1, job.story()
-    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
+    assert reason in job.told(), job.story()
     recorded = [path.read_text().splitlines() for path in (job.run_dir / "steps").glob("rank-*.jsonl")]
     counts = dict.fromkeys(("local", "late-plateau", "two-updates", "bounds"), 1)
     counts |= dict.fromkeys(("clamps", "decays", "forgets", "follows"), 1)
@@ -116,10 +103,9 @@ def test_a_loop_that_is_left_by_break_is_warned_of_once(trainings: Trainings) ->
 
 
 @pytest.mark.parametrize("phase", ["backward", "before_optimizer"])
-def test_a_loader_that_begins_anew_after_a_fault_is_noticed(
-    nemo_zygote: Zygote, tmp_path: Path, phase: str
-) -> None:
-    job = _train(nemo_zygote, tmp_path / "run", "goes-through", f"exception@{phase}:rank=1,step=5")
+def test_a_loader_that_begins_anew_after_a_fault_is_noticed(attempt: Attempt, phase: str) -> None:
+    fault = f"exception@{phase}:rank=1,step=5"
+    job = attempt(2, args=(str(STEPS), "goes-through"), faults=(fault,))
     assert job.code == 0, job.story()
     # A rank that had not used its batch yet has nothing to compare: only the gradients wait for every rank.
     has_used = [1] if phase == "backward" else [0, 1]
@@ -128,7 +114,7 @@ def test_a_loader_that_begins_anew_after_a_fault_is_noticed(
     assert "resumed, not exact" in job.story(), job.story()
 
 
-def test_an_average_that_is_not_declared_is_warned_of(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = _train(nemo_zygote, tmp_path / "run", "averages-beside")
+def test_an_average_that_is_not_declared_is_warned_of(attempt: Attempt) -> None:
+    job = attempt(2, args=(str(STEPS), "averages-beside"))
     assert job.code == 0, job.story()
     assert "change from step to step and begin anew after a fault: beside" in job.log(0), job.story()

@@ -1,22 +1,15 @@
 """Test a loop without Lightning or NeMo, with a plain torch optimizer, through faults around its commit."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Trainings, run_job
+from tests.ranks.jobs import Attempt, Trainings
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 7
 SCRIPT, FROZEN = str(SCRIPTS / "plain_adamw.py"), str(SCRIPTS / "plain_frozen.py")
-
-
-@pytest.fixture(scope="module")
-def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(nemo_zygote, tmp_path_factory, SCRIPT)
 
 
 @pytest.mark.parametrize("phases", [("before_optimizer", "after_optimizer"), ("optimizer", "between")])
@@ -39,7 +32,7 @@ def test_a_filled_rank_has_used_its_groups_more_often_than_others(trainings: Tra
 
 @pytest.mark.long
 def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_replicas(
-    nemo_zygote: Zygote, trainings: Trainings, tmp_path: Path
+    attempt: Attempt, trainings: Trainings
 ) -> None:
     """The model is tensor parallel over ranks 0 and 1, and over 2 and 3: rank 0 holds what rank 2 does."""
     args = (str(STEPS), "2")
@@ -48,17 +41,17 @@ def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_
     assert [incident.sources for incident in disturbed.incidents] == [(2,), (1,)]
 
     both = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
-    disturbed = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=args, faults=both)
+    disturbed = attempt(4, args=args, faults=both)
     assert disturbed.code == 1
     assert "no living rank holds the shard of ranks 1, 3" in disturbed.said[-1]
 
 
-def test_nobody_left_ends_the_job_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_nobody_left_ends_the_job_with_the_reason(attempt: Attempt) -> None:
     faults = (
         "sigkill@before_optimizer:rank=0,step=3",
         *(f"sigkill@recovery:rank={rank},step=2" for rank in (1, 2)),
     )
-    job = run_job(nemo_zygote, tmp_path / "run", 3, script=SCRIPT, args=(str(STEPS),), faults=faults)
+    job = attempt(3, args=(str(STEPS),), faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 0, 1, 2" in job.said[-1]
 
@@ -83,11 +76,11 @@ def test_parameters_that_the_loop_frees_and_freezes(
     ids=["adds", "adds-and-fails-at-once", "late"],
 )
 def test_what_the_loop_changes_in_a_way_that_no_recovery_repeats_is_noticed_at_once(
-    nemo_zygote: Zygote, tmp_path: Path, what: str, faults: tuple[str, ...], reason: str, made: int
+    attempt: Attempt, what: str, faults: tuple[str, ...], reason: str, made: int
 ) -> None:
-    job = run_job(nemo_zygote, tmp_path / "run", 3, script=FROZEN, args=("10", what), faults=faults)
+    job = attempt(3, script=FROZEN, args=("10", what), faults=faults)
     assert job.code == 1
-    said = "\n".join([*job.said, *(job.log(rank) for rank in range(3))])
+    said = job.told()
     assert reason in said, job.story()
     # Of the last step, the rank that fails has its record; the others may be ended before they have theirs.
     assert {record.step for records in job.steps.values() for record in records} == set(range(1, made + 1))

@@ -1,7 +1,5 @@
 """Test the recipes on real NeMo and Megatron: names, parameters at the real size, and that they train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

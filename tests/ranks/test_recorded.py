@@ -1,7 +1,5 @@
 """Test what ``--record-steps`` records of real jobs, and that ``verify`` sees in it what it must."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

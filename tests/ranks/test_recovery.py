@@ -1,23 +1,50 @@
 """Test faults at every phase of a real NeMo job: the bits of every step are those of an undisturbed run."""
 
-from __future__ import annotations
-
+import json
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
+from checkpointless.observability.report.summary import RunState, build_report
+from checkpointless.observability.report.trace import write_trace
 from checkpointless.observability.report.verify import Steps, compare
-from checkpointless.observability.telemetry.event_names import EventName
+from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks import fallback_report
-from tests.ranks.jobs import Disturb, run_job, small
+from tests.ranks.jobs import Attempt, Disturb, Job, faults_in, require_nothing_left, small
 from tests.ranks.layouts import DROPOUT, EP2, PP2, TP2
-from tests.ranks.nemo_zygote import Zygote
+from tests.unit.report.reports import html_page
+from tests.unit.report.test_forms import check_page, check_trace
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+
+def check_fallback_report(job: Job) -> None:
+    """Check that the report is right about a job of 7 steps that went back from step 4 to step 3."""
+    events = read_events(job.run_dir)
+    report = build_report("runs/1", events)
+
+    first, second = report.incidents
+    assert (first.outcome, second.outcome, second.rung) == (Outcome.ESCALATED, Outcome.RESUMED, Rung.JOB)
+    assert (second.committed, second.resumed_after) == (4, 3)
+    assert report.steps_lost == 1
+    assert report.kinds == {"sigkill": 2}
+    assert (report.run.state, report.run.last_step, report.run.nproc) == (RunState.SUCCEEDED, 7, 4)
+    assert sum(second.tiles_s.values()) == pytest.approx(second.headline_s, abs=0.002)
+
+    goodput = report.goodput
+    assert goodput is not None
+    assert goodput.seconds["repeated"] == pytest.approx(report.run.step_s)
+    assert goodput.ettr is not None
+    assert 0 < goodput.ettr < 1
+    assert min(goodput.seconds["startup"], goodput.incidents_s, goodput.seconds["shutdown"]) > 0
+
+    check_trace(json.loads(write_trace(report, events)))
+    check_page(html_page(report, {}))
+
 
 DEATHS = ("exit", "segfault", "abort")
 HANGS = ("hang", "gil", "sigstop")
@@ -27,10 +54,8 @@ PHASES = ("data", "forward", "backward", "sync", "before_optimizer", "optimizer"
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_every_phase(disturb: Disturb, kind: str) -> None:
     """Every second step of one job has a fault, each in another phase."""
-    steps = range(2, 2 * len(PHASES) + 1, 2)
-    faults = [f"{kind}@{phase}:rank={step // 2 % 4},step={step}" for step, phase in zip(steps, PHASES, strict=True)]
-    job = disturb(4, steps[-1] + 2, *faults, args=(*TP2, *DROPOUT))
-    for incident, step, phase in zip(job.incidents, steps, PHASES, strict=True):
+    job = disturb(4, 2 * len(PHASES) + 2, *faults_in(PHASES, kind, 4), args=(*TP2, *DROPOUT))
+    for incident, step, phase in zip(job.incidents, count(2, 2), PHASES):
         assert incident.outcome is Outcome.RESUMED, phase
         assert incident.respawned == ((step // 2 % 4,) if kind == "sigkill" else ()), phase
         if phase in ("data", "forward", "backward", "sync", "before_optimizer"):
@@ -83,9 +108,9 @@ def test_a_fault_while_the_last_one_is_handled(disturb: Disturb, kind: str) -> N
     assert job.incidents[-1].target == 2
 
 
-def test_a_users_own_bug_ends_the_job(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_a_users_own_bug_ends_the_job(attempt: Attempt) -> None:
     fault = "exception@forward:rank=1,step=2,times=9"
-    job = run_job(nemo_zygote, tmp_path / "run", 2, args=small(2, 4), faults=(fault,))
+    job = attempt(2, args=small(2, 4), faults=(fault,))
     assert job.code == 1
     assert fired(job.run_dir) == {fault: 3}
     last_words = "\n".join(job.said)
@@ -94,10 +119,10 @@ def test_a_users_own_bug_ends_the_job(nemo_zygote: Zygote, tmp_path: Path) -> No
     assert "InjectedFault" in last_words
 
 
-def test_both_holders_gone_and_no_checkpoint_fails_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_both_holders_gone_and_no_checkpoint_fails_with_the_reason(attempt: Attempt) -> None:
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=small(4, 4), faults=faults)
+    job = attempt(4, args=small(4, 4), faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 0, 2" in job.said[-1]
     assert "no checkpoint" in job.said[-1]
@@ -116,20 +141,20 @@ def with_checkpoints(directory: Path) -> tuple[str, ...]:
 
 
 def test_both_holders_gone_falls_back_to_the_checkpoint(
-    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
+    attempt: Attempt, undisturbed: Callable[..., Steps], tmp_path: Path
 ) -> None:
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
     args = (*small(4, 7), *with_checkpoints(tmp_path / "nemo"))
     # A checkpoint can take long on a busy disk.
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults, heartbeat_timeout_s=60.0)
+    job = attempt(4, args=args, faults=faults, heartbeat_timeout_s=60.0)
     assert job.code == 0, job.story()
     reference = undisturbed(4, small(4, 7))
     verdict = compare(reference, job.steps)
     assert verdict.difference is None, "what was done again has other bits"
     assert not verdict.missing
     assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
-    fallback_report.check(job)
+    check_fallback_report(job)
 
 
 @pytest.mark.timeout(400)
@@ -150,13 +175,4 @@ def test_after_many_incidents_nothing_is_left_behind(
     ]
     job = disturb(nproc, steps[-1] + 3, *faults, args=layout, limit_s=180.0)
     for rank in range(nproc):
-        residues = [
-            (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
-            for event in read_events(job.run_dir)
-            if event.rank == rank and event.stage == EventName.SETTLED
-        ]
-        threads, descriptors, memory = zip(*residues)
-        assert len(residues) == incidents
-        assert threads[-1] <= threads[0], f"rank {rank}: threads {threads}"
-        assert descriptors[-1] <= descriptors[0], f"rank {rank}: descriptors {descriptors}"
-        assert memory[-1] - memory[1] < 64e6, f"rank {rank}: bytes {memory}"
+        require_nothing_left(job, rank, incidents)

@@ -1,7 +1,5 @@
 """Test that a rehearsal calls exact what is, and says of what is not which point of the contract it breaks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Test on CPU tensors the groups that the GPU suite stages through the host: jobs in which they are aborted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,17 +1,12 @@
 """Test state of every kind, and damage to it, in real NeMo jobs: precisions, optimizers, replicas, transfers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks.jobs import Disturb, Job, run_job, small
+from tests.ranks.jobs import Attempt, Disturb, Job, small
 from tests.ranks.layouts import DROPOUT, EP2
-from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -93,11 +88,9 @@ def test_a_bit_that_flipped_in_one_of_many_replicas_of_experts(disturb: Disturb)
     assert fill["sources"] == [3, 5, 7]
 
 
-def test_a_bit_that_flipped_in_one_of_two_replicas_is_found_and_nobody_guesses(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
+def test_a_bit_that_flipped_in_one_of_two_replicas_is_found_and_nobody_guesses(attempt: Attempt) -> None:
     faults = ("bitflip@between:rank=1,step=2", "exception@before_optimizer:rank=0,step=3")
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=(*small(4, 4), *CHECKSUM), faults=faults)
+    job = attempt(4, args=(*small(4, 4), *CHECKSUM), faults=faults)
     assert job.code == 1
     assert "the replicas of the shard of ranks 1, 3 differ at step 2" in job.said[-1]
 
@@ -117,8 +110,8 @@ def test_streams_lost_with_a_node_come_back_from_the_next(disturb: Disturb, faul
     assert job.incidents[-1].target == 3
 
 
-def test_streams_that_are_nowhere_are_not_replaced_by_others(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_streams_that_are_nowhere_are_not_replaced_by_others(attempt: Attempt) -> None:
     args = (*small(4, 6), *DROPOUT, LOST_BOARD.format(ranks="[1]"))
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=("sigkill@before_optimizer:rank=1,step=4",))
+    job = attempt(4, args=args, faults=("sigkill@before_optimizer:rank=1,step=4",))
     assert job.code == 1
     assert "the random streams of rank 1 after step 3 are lost" in job.said[-1]

@@ -1,14 +1,10 @@
 """Test loaders that say where they stand, and orders that a generator of one's own draws, under Lightning."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from tests.ranks.jobs import run_job
-from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_lightning import SCRIPT, Train, in_phases
+from tests.ranks.jobs import Attempt
+from tests.ranks.test_lightning import SCRIPT as SCRIPT  # for attempt
+from tests.ranks.test_lightning import Train, in_phases
 from tests.ranks.test_lightning import train as train  # the fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -57,11 +53,9 @@ def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, f
         ("own-batches,endless", "the sampler OwnBatches has no length"),
     ],
 )
-def test_what_could_not_be_repeated_is_refused(
-    nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str
-) -> None:
+def test_what_could_not_be_repeated_is_refused(attempt: Attempt, features: str, reason: str) -> None:
     args = (str(STEPS), "ddp", *features.split(","))
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args)
+    job = attempt(2, args=args)
     assert job.code != 0
     assert reason in job.story()
     assert not job.incidents

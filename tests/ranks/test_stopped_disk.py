@@ -1,7 +1,5 @@
 """Test that a job of two nodes trains on and handles a fault while the disk of the run directory stops."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -13,40 +11,26 @@ import pytest
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EVENTS_FILE, read_events
 from checkpointless.observability.telemetry.scribe import traceback_path
-from tests.ports import free_port
-from tests.ranks.agent_job import Ended, Job
+from tests.ranks.agent_job import Ended
+from tests.ranks.test_agent_nodes import Nodes
 from tests.stopped_paths import StoppedPaths
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-TOKEN = "a secret of the tests that is long enough"
 NODE_TIMEOUT_S = 3.0
 RANKS = range(4)
 
 
-class TwoNodes:
-    def __init__(self, run_dir: Path, notes: Path) -> None:
-        self.run_dir, self._notes = run_dir, notes
-        notes.mkdir()
-        endpoint = f"127.0.0.1:{free_port()}"
-        self.agents = [
-            Job(
-                run_dir,
-                "watched_steps.py",
-                str(notes),
-                nproc=2,
-                nnodes=2,
-                node_rank=node,
-                rdzv_endpoint=endpoint,
-                token=TOKEN,
-                node_timeout_s=NODE_TIMEOUT_S,
-                regroup_timeout_s=60.0,
-            )
-            for node in range(2)
-        ]
+class TwoNodes(Nodes):
+    """Note what their ranks do on a disk that does not stop."""
 
-    def notes(self, rank: int) -> list[dict[str, Any]]:
+    def __init__(self, run_dir: Path, notes: Path) -> None:
+        self._notes = notes
+        notes.mkdir()
+        super().__init__(run_dir, 2, str(notes), script="watched_steps.py", regroup_timeout_s=60.0)
+
+    def steps(self, rank: int) -> list[dict[str, Any]]:
         path = self._notes / f"notes-{rank}.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
@@ -55,7 +39,7 @@ class TwoNodes:
         """Wait until every rank has made three steps of a generation after a moment on the monotonic clock."""
         wait_until(
             lambda: all(
-                sum(note["generation"] == generation and note["at_s"] > after_s for note in self.notes(rank)) >= 3
+                sum(note["generation"] == generation and note["at_s"] > after_s for note in self.steps(rank)) >= 3
                 for rank in RANKS
             ),
             60,
@@ -63,7 +47,7 @@ class TwoNodes:
 
     def pids(self, generation: int) -> dict[int, set[int]]:
         return {
-            rank: {note["pid"] for note in self.notes(rank) if note["generation"] == generation} for rank in RANKS
+            rank: {note["pid"] for note in self.steps(rank) if note["generation"] == generation} for rank in RANKS
         }
 
     def fail(self, how: str) -> None:
@@ -71,13 +55,9 @@ class TwoNodes:
         made.write_text(how)
         made.rename(self._notes / "fault")
 
-    def kill(self) -> None:
-        for agent in self.agents:
-            agent.process.kill()
-
     def end(self) -> list[Ended]:
         (self._notes / "end").touch()
-        return [agent.end() for agent in self.agents]
+        return super().end()
 
 
 def stop_and_fail(
@@ -95,7 +75,8 @@ def stop_and_fail(
         wait_until(lambda: time.monotonic() > began_s + for_s, for_s + 10)
         job.train(1, time.monotonic())
     except BaseException:
-        job.kill()
+        for agent in job.agents:
+            agent.process.kill()
         raise
     finally:
         ended_ns = time.time_ns()

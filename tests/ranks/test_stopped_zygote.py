@@ -1,7 +1,5 @@
 """A fork server that does nothing any more is noticed, and costs no request before that."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -1,9 +1,6 @@
 """Test that a slow rank is named, and what about it is slow, while training goes on."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,16 +8,15 @@ from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Job, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Job
 from tests.unit.report.reports import as_json
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+SCRIPT = str(SCRIPTS / "paced.py")
 
 
-def _train(zygote: Zygote, run_dir: Path, way: str, steps: int = 60, nproc: int = 4, *faults: str) -> Job:
-    script = str(SCRIPTS / "paced.py")
-    job = run_job(zygote, run_dir / "run", nproc, script=script, args=(str(steps), way), faults=faults)
+def _train(attempt: Attempt, way: str, steps: int = 60, nproc: int = 4, *faults: str) -> Job:
+    job = attempt(nproc, args=(str(steps), way), faults=faults)
     assert job.code == 0, job.story()
     assert job.incidents == []
     ends = [event.fields["step"] for event in read_events(job.run_dir) if event.stage == EventName.TRAINED]
@@ -39,22 +35,22 @@ def _found(job: Job) -> list[tuple[int, str]]:
 
 
 @pytest.mark.long
-def test_a_rank_that_waits_for_its_batches(zygote: Zygote, tmp_path: Path) -> None:
-    assert _found(_train(zygote, tmp_path, "data", 40)) == [(1, "data")]
+def test_a_rank_that_waits_for_its_batches(attempt: Attempt) -> None:
+    assert _found(_train(attempt, "data", 40)) == [(1, "data")]
 
 
-def test_a_throttled_process(zygote: Zygote, tmp_path: Path) -> None:
-    assert _found(_train(zygote, tmp_path, "throttled", 40, 2)) == [(1, "compute")]
+def test_a_throttled_process(attempt: Attempt) -> None:
+    assert _found(_train(attempt, "throttled", 40, 2)) == [(1, "compute")]
 
 
-def test_the_fault_kind_slow(zygote: Zygote, tmp_path: Path) -> None:
+def test_the_fault_kind_slow(attempt: Attempt) -> None:
     fault = "slow@between:rank=3,prob=1,seconds=0.2,times=1000"
-    assert _found(_train(zygote, tmp_path, "even", 40, 4, fault)) == [(3, "compute")]
+    assert _found(_train(attempt, "even", 40, 4, fault)) == [(3, "compute")]
 
 
 @pytest.mark.long
-def test_it_is_told_once_and_is_over_when_the_rank_is_as_fast_as_others(zygote: Zygote, tmp_path: Path) -> None:
-    job = _train(zygote, tmp_path, "later", 110)
+def test_it_is_told_once_and_is_over_when_the_rank_is_as_fast_as_others(attempt: Attempt) -> None:
+    job = _train(attempt, "later", 110)
     (found,) = build_report(str(job.run_dir), read_events(job.run_dir)).stragglers
     assert (found.rank, found.why) == (2, "compute")
     assert found.step is not None

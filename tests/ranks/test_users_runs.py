@@ -1,7 +1,5 @@
 """Test that everything that users' runs end in is the same with faults as without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test that ranks which live through a fault keep their model built, and that nothing is any different for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,25 +10,16 @@ import pytest
 from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks.jobs import Disturb, Job, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Disturb, Job
+from tests.ranks.layouts import DROPOUT, EP2, PP2
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
 TIED = ("model.config.share_embeddings_and_output_weights=true",)
 TP2 = ("strategy.tensor_model_parallel_size=2",)
-PP2 = ("strategy.pipeline_model_parallel_size=2",)
 VPP = (*PP2, "strategy.virtual_pipeline_model_parallel_size=2", "model.config.num_layers=4")
 # Most of a step's time goes into the layers and collectives of each microbatch: make a fourth of them.
 SMALL = ("data.micro_batch_size=4", "model.config.num_layers=2")
-EP2 = (
-    "strategy.expert_model_parallel_size=2",
-    "model.config.num_moe_experts=4",
-    "model.config.moe_router_topk=2",
-    "model.config.moe_grouped_gemm=false",
-    "model.config.add_bias_linear=false",
-)
 BF16 = (
     "trainer.plugins={_target_: nemo.lightning.MegatronMixedPrecision, precision: bf16-mixed}",
     "model.config.pipeline_dtype={_target_: hydra.utils.get_object, path: torch.bfloat16}",
@@ -47,6 +36,26 @@ def told(job: Job) -> list[Mapping[str, Any]]:
         for event in read_events(job.run_dir)
         if event.stage == EventName.WARM and "kept" in event.fields
     ]
+
+
+ONCE = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"
+
+
+def watched(folder: Path) -> tuple[str, ...]:
+    """Return callbacks that fail if a second model is built, and write down which old groups are alive."""
+    return f"callbacks.checker={{_target_: tests.ranks.warm_checks.OldGroups, folder: '{folder / 'groups'}'}}", ONCE
+
+
+def old_groups(folder: Path, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "groups" / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+
+def require_kept(job: Job, folder: Path) -> None:
+    """Require that models stayed through three faults, the second of which replaced a rank; no old group did."""
+    ranks = told(job)
+    assert [each["kept"] for each in ranks] == [True] * 11, ranks  # 4 ranks, then 3, then 4
+    for rank in range(4):
+        assert all(each["old"] == [] for each in old_groups(folder, rank)), f"rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -71,17 +80,11 @@ def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tupl
         "sigkill@optimizer:rank=1,step=7",
         "exception@forward:rank=1,step=11",
     )
-    checker = f"callbacks.checker={{_target_: tests.ranks.warm_checks.OldGroups, folder: '{tmp_path / 'groups'}'}}"
-    once = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"
-    job = disturb(4, 15, *faults, args=(*args, checker, once))
-    ranks = told(job)
-    assert [each["kept"] for each in ranks] == [True] * 11, ranks  # 4 ranks, then 3, then 4
-    assert [each["everywhere"] for each in ranks] == [True] * 4 + [False] * 3 + [True] * 4
+    job = disturb(4, 15, *faults, args=(*args, *watched(tmp_path)))
+    require_kept(job, tmp_path)
+    assert [each["everywhere"] for each in told(job)] == [True] * 4 + [False] * 3 + [True] * 4
     for rank in range(4):
-        lines = (tmp_path / "groups" / f"rank-{rank}.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
-        assert len({each["generation"] for each in found}) >= (4 if rank != 1 else 2)
-        assert all(each["old"] == [] for each in found), f"rank {rank}: {found}"
+        assert len({each["generation"] for each in old_groups(tmp_path, rank)}) >= (4 if rank != 1 else 2)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +152,7 @@ def test_a_callback_that_acts_before_the_restore_finds_a_new_model(
 def test_stages_that_tie_their_embeddings_are_kept(disturb: Disturb, args: tuple[str, ...]) -> None:
     """A stage that is made anew exchanges weights with the other one, which is kept, while it builds: both ways."""
     faults = ("exception@forward:rank=3,step=3", "sigkill@forward:rank=0,step=5", "sigkill@optimizer:rank=3,step=7")
-    once = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"
-    job = disturb(4, 9, *faults, args=(*args, *TIED, once))
+    job = disturb(4, 9, *faults, args=(*args, *TIED, ONCE))
     assert [each["kept"] for each in told(job)] == [True] * 10, told(job)
 
 
@@ -170,14 +172,14 @@ def test_an_update_that_is_made_again_without_main_parameters(disturb: Disturb) 
 @pytest.mark.long
 @pytest.mark.parametrize("more", [(), (*BF16, HOOKS)], ids=["kept", "built-anew"])
 def test_a_start_from_scratch_does_not_begin_with_what_was_trained(
-    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, more: tuple[str, ...]
+    attempt: Attempt, undisturbed: Callable[..., Steps], more: tuple[str, ...]
 ) -> None:
     args = ("trainer.max_steps=5", *DROPOUT, *more)
     calm = undisturbed(4, args)
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
     scratch = (*args, "checkpointless.allow_restart_from_scratch=true")
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=scratch, faults=faults)
+    job = attempt(4, args=scratch, faults=faults)
     assert job.code == 0, job.story()
     again = {record.step: record.loss for record in job.steps[1]}
     assert again == {record.step: record.loss for record in calm[1]}

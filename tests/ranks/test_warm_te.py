@@ -1,17 +1,14 @@
 """Test that models of TransformerEngine's modules stay built over a fault, with a stand-in for it."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from checkpointless.observability.report.verify import Steps
-from tests.ranks.jobs import Disturb, known_steps, run_job
+from tests.ranks.jobs import RUNNER, Disturb, Trainings
+from tests.ranks.layouts import DROPOUT, EP2
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_warm import BF16, DROPOUT, EP2, OVERLAP, TP2, told
+from tests.ranks.test_warm import BF16, OVERLAP, TP2, require_kept, told, watched
 from tests.ranks.test_warm import SMALL as FEW_MICROBATCHES
 
 # Per commit unit/megatron/warm has classes of TransformerEngine, and test_warm.py models that stay and that do not.
@@ -48,9 +45,9 @@ def nemo_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
-    """Return a function for the steps of a run without faults, beside the stand-in."""
-    return known_steps(nemo_zygote, tmp_path_factory)
+def of_recipe(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """Return trainings beside the stand-in."""
+    return Trainings(nemo_zygote, tmp_path_factory, RUNNER)
 
 
 @pytest.mark.parametrize(
@@ -66,25 +63,16 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
     ids=["dp4", "tp2", "grouped", "sequence-and-context-parallel", "bf16", "overlap"],
 )
 def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tuple[str, ...]) -> None:
-    checker = f"callbacks.checker={{_target_: tests.ranks.warm_checks.OldGroups, folder: '{tmp_path / 'groups'}'}}"
-    once = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"
     classes = "callbacks.classes={_target_: tests.ranks.warm_checks.ClassesOfTE}"
-    job = disturb(4, 12, *FAULTS, args=(*TE, *args, checker, once, classes))
-    ranks = told(job)
-    assert [each["kept"] for each in ranks] == [True] * 11, ranks  # 4 ranks, then 3, then 4
-    for rank in range(4):
-        lines = (tmp_path / "groups" / f"rank-{rank}.jsonl").read_text().splitlines()
-        assert all(json.loads(line)["old"] == [] for line in lines), f"rank {rank}: {lines}"
+    job = disturb(4, 12, *FAULTS, args=(*TE, *args, *watched(tmp_path), classes))
+    require_kept(job, tmp_path)
 
 
-def test_survivors_keep_adapters_of_lora(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    args = ("tiny_lora_cpu", "trainer.max_steps=12", *TE, *TP2, *SMALL, *DROPOUT, "peft.dropout=0.1")
+def test_survivors_keep_adapters_of_lora(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> None:
+    args = ("trainer.max_steps=12", *TE, *TP2, *SMALL, *DROPOUT, "peft.dropout=0.1")
     added = "callbacks.added={_target_: tests.ranks.warm_checks.AdaptersOnce}"
-    calm = run_job(nemo_zygote, tmp_path / "calm", 4, script_args=[*args, added])
-    assert calm.code == 0, calm.story()
-    job = run_job(nemo_zygote, tmp_path / "run", 4, script_args=[*args, added], faults=FAULTS)
-    assert job.code == 0, job.story()
-    job.assert_same(calm.steps)
+    trainings = Trainings(nemo_zygote, tmp_path_factory, RUNNER, recipe="tiny_lora_cpu")
+    job = trainings.rough(4, (*args, added), *FAULTS)
     assert [each["kept"] for each in told(job)] == [True] * 11, told(job)
 
 

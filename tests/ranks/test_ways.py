@@ -3,8 +3,6 @@
 Each job runs undisturbed, and with an exception in a backward pass and the death of a process in an optimizer step.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

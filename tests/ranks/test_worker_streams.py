@@ -1,7 +1,5 @@
 """Test that random numbers drawn in data-loader workers are, after a recovery, those of an undisturbed run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

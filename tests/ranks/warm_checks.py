@@ -1,7 +1,5 @@
 """A callback that looks for process groups of earlier generations that are still alive."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

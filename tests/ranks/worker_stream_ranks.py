@@ -1,7 +1,5 @@
 """Provide what ranks do in ``test_worker_streams.py``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace

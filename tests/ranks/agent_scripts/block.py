@@ -1,7 +1,5 @@
 """Run a re-executable block of counted steps, without a framework, as a rank that talks to the agent."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

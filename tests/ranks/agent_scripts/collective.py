@@ -1,7 +1,5 @@
 """Make steps with an all-reduce over gloo; rank 1 sleeps before its own in step 4 of generation 0."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

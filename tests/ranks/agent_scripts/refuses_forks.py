@@ -1,7 +1,5 @@
 """Import this in the zygote: the kernel refuses the forks whose numbers ``REFUSED_FORKS`` says, as "4" or "4-9"."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

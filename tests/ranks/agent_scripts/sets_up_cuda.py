@@ -1,7 +1,5 @@
 """Has nothing preloaded, as a module does that sets up CUDA when it is imported."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Loop until a signal comes; arguments: its name, the ranks that handle it, and how long saving takes."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

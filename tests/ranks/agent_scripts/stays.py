@@ -1,7 +1,5 @@
 """End, or not: arguments are ``RANK:WHAT`` for the ranks that stay, and ``plain`` for a script without a block."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import multiprocessing

@@ -5,8 +5,6 @@
 that rank, not only in its first.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

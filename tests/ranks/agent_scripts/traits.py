@@ -1,7 +1,5 @@
 """Note what a rank's process is like when its script begins, then make steps."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """Provide callbacks that users add to a training, and those that watch or break it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Define which faults disturb users' runs, and what of their end may then differ."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tests.ranks.users.end import IN_ALL

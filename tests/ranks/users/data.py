@@ -1,7 +1,5 @@
 """Provide data modules as users write them; every training sample knows its number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

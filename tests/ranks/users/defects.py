@@ -1,7 +1,5 @@
 """Provide defects of the recovery that a user's run must show; a guarantee forbids each of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Write down what a run ends in on each rank, and compare two ends."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Provide modules that users train: a GPT that counts and accumulates, and a rate that follows the validations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 checkpointless run --nproc-per-node 3 tests/ranks/users/plain_loop.py --steps 6 --features batchnorm,randperm
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -1,7 +1,5 @@
 """Find by their ids which processes of a run were replaced, and whether a fault had come in them."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Collection

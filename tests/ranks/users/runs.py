@@ -1,7 +1,5 @@
 """Run jobs of users, and keep those that no fault disturbs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A callback that makes storage fail, or ends who writes to it, while a user's run saves."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -3,8 +3,6 @@
 Features go together in any number. At the end each rank writes down what must be equal to an undisturbed run.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import os

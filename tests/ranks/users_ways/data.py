@@ -3,8 +3,6 @@
 They are NeMo's own, on data that the test writes, and some that deal out samples in other ways.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Provide layers on the CPU for the grouped GEMM, which Megatron-core leaves to CUDA kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

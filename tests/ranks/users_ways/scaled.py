@@ -5,8 +5,6 @@ pass; histories of the largest values, from which the scales of later passes fol
 values are noted as they pass, and all ranks that share a model or its data agree on the largest ones.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

@@ -23,7 +23,7 @@ def detect(run: MadeUpRun, at_s: float, incident: str, culprit: int | None) -> N
     """Detect as the agent does: tell everybody at once, and name the cause a little later."""
     run.add(at_s, "notify", "begin", incident=incident)
     run.add(at_s + 0.001, "notify", "end", incident=incident)
-    about = {"cause": "RuntimeError: x", "culprit": culprit, "how": "exit"}
+    about: dict[str, Any] = {"cause": "RuntimeError: x", "culprit": culprit, "how": "exit"}
     run.add(at_s + 0.002, "detect", "point", incident=incident, **about)
 
 
@@ -114,7 +114,7 @@ def test_a_refused_recovery_says_why() -> None:
 def test_the_last_detection_knows_best() -> None:
     run = MadeUpRun()
     run.add(0.09, EventName.FAULT_INJECTED, "point", 1, spec="exit@data:rank=1,step=1")
-    about = {"cause": "rank 0 lost its peer", "culprit": None, "how": "exception"}
+    about: dict[str, Any] = {"cause": "rank 0 lost its peer", "culprit": None, "how": "exception"}
     run.add(0.1, "detect", "point", incident="i1", **about)
     detect(run, 0.104, "i1", culprit=1)
     recovery(run, 0.12, "i1")
