@@ -1,8 +1,4 @@
-"""Checks that find, from a recipe's values, a run that cannot work, and what `train --dry-run` shows of it.
-
-NeMo and Megatron would say it in every rank, after half a minute of imports, with a traceback. Nothing heavy is
-imported here.
-"""
+"""Checks that find, from a recipe's values, a run that cannot work: ranks would say it after half a minute."""
 
 from __future__ import annotations
 
@@ -21,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(config: DictConfig, layout: Layout, needs_replicas: bool = False) -> None:
-    """Raise a RecipeError that says what to set if the recipe cannot be trained, as far as its values show.
-
-    Args:
-        layout: how its ranks are laid out.
-        needs_replicas: whether what is recovered from memory alone has to have two holders.
-    """
+    """Raise a RecipeError that says what to set if the recipe cannot be trained, as far as its values show."""
     _check_layout(config, layout)
     _check_steps(config)
     _check_callbacks(config)
@@ -107,12 +98,7 @@ def _value(config: DictConfig, key: str) -> Any:
 
 
 def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> Layout:
-    """Return the layout that a recipe describes.
-
-    Args:
-        nodes: the number of nodes. Default: `trainer.num_nodes`.
-        ranks_per_node: the number of ranks on each node. Default: `trainer.devices`.
-    """
+    """Return the layout that a recipe describes, on other numbers of nodes and ranks if they are given."""
 
     def size(key: str, default: int = 1) -> int:
         value = _value(config, key)

@@ -108,7 +108,6 @@ def _count_cuda() -> int:
 
 
 def has_cuda() -> bool:
-    """Return whether there is a CUDA device."""
     return _count_cuda() > 0
 
 
@@ -126,7 +125,6 @@ def say(line: str) -> None:
 
 
 def out(line: str) -> None:
-    """Print a line of a command's result to standard output."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -36,7 +36,6 @@ _FAULT_HELP = "inject a fault, e.g. sigkill@backward:rank=1,step=5; repeatable (
 
 
 def add_fault_option(parser: argparse._ActionsContainer) -> None:
-    """Add ``--fault``, which may be given more than once."""
     parser.add_argument("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
 
 
@@ -66,7 +65,6 @@ _REGROUP_HELP = "seconds for all ranks to meet again (default: 120)"
 
 
 def add_coordination_options(parser: argparse.ArgumentParser) -> None:
-    """Add the limits of a job, and the address of health and metrics."""
     add = parser.add_argument_group("limits").add_argument
     add("--max-incidents", type=count, metavar="K", help="end the job after K incidents (default: no limit)")
     add(*both("--max-restarts"), type=count, metavar="N", help=_RESTARTS_HELP)

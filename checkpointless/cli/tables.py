@@ -58,7 +58,6 @@ def _table(title: str, *columns: str, show_header: bool = True) -> Table:
 
 
 def _show_report(report: Report, page: Console) -> None:
-    """Print the whole report of a run."""
     run = report.run
     page.print(f"{run.path}: {wording.plural(len(report.incidents), 'incident')}; {run.state.value}")
     if run.reason:
@@ -370,7 +369,6 @@ _LONGEST = 600  # characters of a text from a machine
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Print the page."""
     page = console()
     counts = Counter(each.severity for each in findings)
     words = [

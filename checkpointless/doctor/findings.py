@@ -47,7 +47,6 @@ class Finding:
 
     @property
     def is_to_change(self) -> bool:
-        """Whether this is a warning or an error."""
         return self.severity in (Severity.ERROR, Severity.WARNING)
 
     @property

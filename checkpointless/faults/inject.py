@@ -213,8 +213,7 @@ _NEVER_RETURN = frozenset({FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT
 
 # --- Damage to tensors --------------------------------------------------------------------------------------------
 #
-# Tensors are torch's, and are not typed as such: this room does not import torch, a process that trains has done
-# so.
+# This room does not import torch, which a process that trains has imported: it is looked up, and tensors are Any.
 
 
 def _flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this room does not import
@@ -224,8 +223,6 @@ def _flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this r
 
 
 # --- Faults of memory and of the GPU ------------------------------------------------------------------------------
-#
-# Torch is looked up, not imported, because a process that trains has imported it.
 
 
 def _has_cuda() -> bool:

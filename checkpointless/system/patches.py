@@ -31,7 +31,6 @@ class Patches:
 
     @property
     def are_made(self) -> bool:
-        """Whether any replacement is in place."""
         return bool(self._undos)
 
     def touch(self, target: object) -> bool:

@@ -304,7 +304,6 @@ class ForkedProcess:
         return code
 
     def send(self, number: int) -> None:
-        """Send the child a signal if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 

@@ -403,7 +403,6 @@ class _Runner:
         self._base = replace(import_once(base, config.run_dir / "imports.txt"), regroup_timeout_s=_REGROUP_S)
 
     def run(self, case: _Case) -> _Result:
-        """Run a case; ``RuntimeError`` if the run without faults failed."""
         reference, directory = self._reference(case), self.directory(case)
         shutil.rmtree(directory, ignore_errors=True)
         (ended,) = run_jobs([Job(directory.name, self._configs(case, directory, faulty=True), LIMIT_S)])

@@ -65,17 +65,14 @@ class Ended:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Its events."""
         return read_events(self.run_dir)
 
     @cached_property
     def incidents(self) -> list[IncidentSummary]:
-        """Its incidents."""
         return summarize(self.events)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The faults that did not happen."""
         return not_fired(parse_all(self.faults, None, None), self.run_dir)
 
     def compare(self, calm: Steps, run: Steps | None = None, without: Set[What] = frozenset()) -> Verdict:

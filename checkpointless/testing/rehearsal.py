@@ -438,13 +438,11 @@ class Rehearsal:
     imports: bool = True
 
     def job(self, name: str, fault: str = "") -> Job:
-        """Return the job of a name, with a fault or without."""
         config = replace(self.config, run_dir=self.folder / name, faults=(fault,) if fault else ())
         folder = None if self.in_place else self.folder / "folders" / name
         return Job(name, (config,), self.limit_s, self.steps, folder)
 
     def run(self, say: Callable[[str], None]) -> _Page:
-        """Run the jobs of a rehearsal and judge them."""
         rehearsal, name, folder, seed = self, self.name, self.folder, self.seed
         if self.imports:
             say("importing what the ranks need, once for all jobs")

@@ -234,7 +234,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def program_of(options: argparse.Namespace) -> Program:
-    """Return what every rank runs."""
     script_dir = Path.cwd() if options.module else Path(options.script).resolve().parent
     _check_importable(options.preload or (), script_dir)
     return Program(

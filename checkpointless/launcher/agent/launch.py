@@ -297,7 +297,6 @@ class AgentProcess(ForkedProcess):
         self.wait(_END_S)
 
     def lines(self) -> tuple[str, ...]:
-        """Return what the agent has said."""
         return tuple(self._said.read_text().splitlines())
 
     def _run(self, config: LaunchConfig, folder: Path | None, parent: int) -> int:

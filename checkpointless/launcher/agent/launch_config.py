@@ -89,7 +89,6 @@ class LaunchConfig(JobConfig):
 
     @property
     def logs(self) -> Path:
-        """The directory of the logs."""
         return self.log_dir or self.run_dir / "logs"
 
     @cached_property

@@ -101,7 +101,6 @@ class _LocalLink:
         self.coordinator.job.end(FAILED, "fault store: this agent coordinates, so it has no connection to be cut")
 
     def close(self) -> None:
-        """Close every descriptor."""
         if self._port is not None:
             self._port.close()
 
@@ -189,7 +188,6 @@ class _RemoteLink:
             self._lost = "cut on purpose"
 
     def close(self) -> None:
-        """Close every descriptor."""
         self._stopped.set()
         self._channel.close()
 

@@ -239,7 +239,6 @@ class HttpStatus:
         say(f"health and metrics at {_url(host, self._server.server_port)} (/healthz, /status, /metrics)")
 
     def close(self) -> None:
-        """Stop serving and close every connection."""
         if self._server is not None and self._thread is not None:
             self._server.close()
             self._thread.join(_CLOSE_TIMEOUT_S)

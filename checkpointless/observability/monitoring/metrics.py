@@ -152,7 +152,6 @@ class RunLog:
             self._again_at_s = now_s + _SHARE * (time.perf_counter() - began_s)
 
     def close(self) -> None:
-        """Stop reading."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)  # not forever: the disk may not answer

@@ -102,7 +102,6 @@ class Goodput:
         return min(1.0, sum(self.seconds.get(cause, 0.0) for cause in causes) / of_s)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return {
             "goodput": self.ratio,
             "ettr": self.ettr,

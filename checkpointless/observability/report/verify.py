@@ -70,7 +70,6 @@ class Difference:
 
     @property
     def what(self) -> What:
-        """What differs, wherever it does."""
         return self.quantity, self.name
 
     @property
@@ -116,7 +115,6 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one line."""
         left_out = (
             f"; validated again, with the same results, after steps: {_places(self.again)}" if self.again else ""
         )

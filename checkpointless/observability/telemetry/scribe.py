@@ -147,11 +147,9 @@ class LogRelay(logging.Handler):
         self._propagates = True
 
     def createLock(self) -> None:
-        """Create no lock: none is needed."""
         self.lock = None
 
     def install(self) -> None:
-        """Replace the package's handlers."""
         package = logging.getLogger(PACKAGE)
         _uninstall_relays()
         self._pid = os.getpid()
@@ -161,7 +159,6 @@ class LogRelay(logging.Handler):
         herald.put(_begin)
 
     def uninstall(self) -> None:
-        """Restore the package's handlers."""
         package = logging.getLogger(PACKAGE)
         if self in package.handlers:
             package.handlers[:] = self._handlers

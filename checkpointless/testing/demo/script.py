@@ -39,7 +39,6 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train as the command line asks."""
     options = _options()
     manager = CheckpointManager(enable_checksum=options.checksum, memory_budget_bytes=options.bucket_bytes)
 

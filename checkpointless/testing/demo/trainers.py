@@ -56,7 +56,6 @@ class Task:
         return math.ceil(GLOBAL_BATCH / (MICRO_BATCH * ranks)) * MICRO_BATCH * ranks
 
     def overrides(self) -> tuple[str, ...]:
-        """Return the overrides of the recipe for it."""
         changed = [
             f"trainer.max_steps={self.steps}",
             f"model.config.hidden_dropout={self.dropout}",

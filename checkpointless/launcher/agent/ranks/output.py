@@ -269,7 +269,6 @@ class Printed:
                     put(data)
 
     def close(self) -> None:
-        """Close the pipe."""
         os.close(self.readable)
         os.close(self._writable)
 

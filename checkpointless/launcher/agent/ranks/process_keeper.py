@@ -164,20 +164,17 @@ class LocalRank:
         return [FROM_RANK.decode(line) for line in self._lines.feed(data)]
 
     def begin(self, now_s: float) -> None:
-        """Note that the rank enters its block."""
         self.state = RankState.RUNNING
         beat = self.board.read().beat
         self.beats = _Beats(beat, beat, now_s)
 
     def disconnect(self) -> None:
-        """Close the connection, if there is one."""
         if self.connection is not None and self._selector is not None:
             self._selector.unregister(self.connection)
             self.connection.close()
             self.connection = None
 
     def close(self) -> None:
-        """Release all resources."""
         self.disconnect()
         self.board.close()
 

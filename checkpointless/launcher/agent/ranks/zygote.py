@@ -294,7 +294,6 @@ def can_fork() -> bool:
 
 
 def main(setup: _Setup) -> None:
-    """Preload, then serve the agent."""
     die_with_parent(setup.agent)
     logging.basicConfig(level=logging.INFO, format="zygote: %(message)s")
     os.set_inheritable(setup.descriptor, False)
