@@ -63,7 +63,8 @@ def _has_primary_context(driver: ctypes.CDLL) -> bool:
 
 
 TIMEOUT_S = 300.0
-#: Of the child: the file to write to, the parent's pid, ``cpu``, ``script`` and ``preload`` of :func:`read`.
+#: Of the child: the file to write to, the parent's pid, ``cpu``, ``script`` and ``preload`` of :func:`read`. It is
+#: JSON of the standard library, since msgspec refuses paths that are not UTF-8.
 _Order: TypeAlias = tuple[int, int, bool, Script | None, tuple[str, ...]]
 _INSTEAD = "import it in the function that uses it, or leave it out of --preload"
 
@@ -116,7 +117,7 @@ def read(
 ) -> _Trial:
     """Import what the fork server would in a child process (no ``preload``: what ``script`` imports)."""
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
-        order = msgspec.json.encode((said.fileno(), os.getpid(), cpu, script, preload)).decode()
+        order = json.dumps(msgspec.to_builtins((said.fileno(), os.getpid(), cpu, script, preload)))
         process = subprocess.Popen(
             [sys.executable, "-m", "checkpointless.doctor.forking", order],
             env=zygote_env(import_environment(ranks, cpu)),
@@ -177,12 +178,12 @@ class _Failures(logging.Handler):
 
 def _main() -> None:
     """Import, fork once, and write down what was seen."""
-    descriptor, parent, cpu, script, names = msgspec.json.decode(sys.argv[1], type=_Order)
+    descriptor, parent, cpu, script, names = msgspec.convert(json.loads(sys.argv[1]), _Order)
     die_with_parent(parent)
     os.set_inheritable(descriptor, False)
 
     def say(fields: _Trial | dict[str, str]) -> None:
-        os.write(descriptor, msgspec.json.encode(fields) + b"\n")
+        os.write(descriptor, (json.dumps(msgspec.to_builtins(fields)) + "\n").encode())
 
     failures = _Failures()
     preloading.logger.addHandler(failures)

@@ -53,6 +53,13 @@ def test_what_ends_the_job_is_its_last_word(
         assert "steps.py" in ended.err
 
 
+@pytest.mark.parametrize("fork_here", [False, True])
+def test_arguments_that_are_not_utf8_reach_the_script(tmp_path: Path, fork_here: bool) -> None:
+    ended = Job(tmp_path, "arguments.py", "caf\udce9", "café", nproc=1, fork_here=fork_here).end()
+    assert ended.code == 0, ended.err
+    assert b"arguments caf\xe9 caf\xc3\xa9" in (tmp_path / "logs" / "rank-0.log").read_bytes()
+
+
 def test_a_plain_script_ends_well(tmp_path: Path) -> None:
     job = Job(tmp_path, "plain.py", "0:late")
     ended = job.end()

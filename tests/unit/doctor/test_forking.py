@@ -49,6 +49,13 @@ def worst(trial: _Trial) -> Finding:
     return judge(trial)[0]
 
 
+def test_a_script_whose_name_is_not_utf8_is_read(folder: Path) -> None:
+    script = folder / "caf\udce9.py"
+    script.write_text("")
+    trial = read(("xml.dom",), Script(str(script)), ranks=2, cpu=False)
+    assert (trial.names, trial.error) == (("xml.dom",), "")
+
+
 def test_harmless_imports_can_be_forked(folder: Path) -> None:
     (folder / "harmless.py").write_text("import json\n")
     trial = tried(folder, "harmless", "xml.dom")

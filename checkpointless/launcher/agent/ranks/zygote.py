@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import logging
 import os
 import selectors
@@ -52,7 +53,10 @@ _NO_PROCESS = "the kernel gives this rank no process (%s): raise the limits on p
 
 
 class _Setup(msgspec.Struct, frozen=True):
-    """What a zygote is started with; ``descriptor`` is its end of the connection, and ``folder`` is for sockets."""
+    """What a zygote is started with; ``descriptor`` is its end of the connection, and ``folder`` is for sockets.
+
+    The standard library writes it as JSON, since msgspec refuses arguments and paths that are not UTF-8.
+    """
 
     descriptor: int
     agent: int
@@ -360,7 +364,7 @@ class ForkServer:
                 )
             else:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE, msgspec.json.encode(setup).decode()],
+                    [sys.executable, "-m", _MODULE, json.dumps(msgspec.to_builtins(setup))],
                     env=zygote_env(env),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -509,4 +513,4 @@ def zygote_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=_Setup))
+    main(msgspec.convert(json.loads(sys.argv[1]), _Setup))
