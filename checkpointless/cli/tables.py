@@ -104,7 +104,7 @@ def _show_goodput(goodput: Goodput | None, page: Console) -> None:
 
 def html_page(job: Job, tracebacks: Sequence[Mapping[str, str]]) -> str:
     """Return what the terminal shows, with the tracebacks of each run by incident, as a page of its own."""
-    page = console(file=io.StringIO(), record=True)
+    page = console(file=io.StringIO(), record=True, width=_FILE_WIDTH)  # whatever is a terminal to rich
     show_job(job, page)
     for report, known in zip(job.runs, tracebacks, strict=True):
         _show_tracebacks(report, known, page)

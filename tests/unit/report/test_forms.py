@@ -231,3 +231,11 @@ def test_any_log_has_a_report_a_page_and_a_trace_that_follows_the_rules(events: 
     assert goodput is None or goodput["ettr"] is None or 0 <= goodput["ettr"] <= 1
     check_page(page_of(events))
     check_trace(trace_of(events))
+
+
+def test_the_page_is_the_same_whatever_the_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = report_of(simple_run()[0])
+    page = html_page(report, {})
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert html_page(report, {}) == page
