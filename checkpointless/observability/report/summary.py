@@ -356,9 +356,14 @@ def _failed_saves(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
 
 def _corrupted(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     for event in _in_order(events, EventName.CORRUPTED):
-        parameter, parameters = str(event.fields.get("parameter")), int(event.fields.get("parameters") or 1)
-        about = {"rank": event.rank, "step": event.fields.get("step"), "redone": bool(event.fields.get("redone"))}
-        yield {**about, "parameter": parameter, "parameters": parameters}
+        fields = event.fields
+        yield {
+            "rank": event.rank,
+            "step": fields.get("step"),
+            "parameter": str(fields.get("parameter")),
+            "parameters": int(fields.get("parameters") or 1),
+            "redone": bool(fields.get("redone")),
+        }
 
 
 def _in_order(events: Sequence[Event], name: EventName) -> list[Event]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -115,7 +116,9 @@ class StepLog:
         self._append(self._checkpoints, _CheckpointsRecord(tuple(tuple(sorted(each)) for each in names)))
 
     def _append(self, path: Path, record: msgspec.Struct) -> None:
-        if scribe.put(functools.partial(self._write, path, msgspec.json.encode(record).decode())):
+        # Not by msgspec's encoder: names of attributes and files may have lone surrogates, which json escapes.
+        line = json.dumps(msgspec.to_builtins(record), separators=(",", ":"))
+        if scribe.put(functools.partial(self._write, path, line)):
             scribe.flush(_WAIT_S)
         else:
             self._error = OSError(f"{path}: the disk does not answer, and too much waits for it")

@@ -2,6 +2,7 @@
 
 import enum
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ def test_steps_are_kept_over_a_new_process_and_to_the_bit(tmp_path: Path) -> Non
     assert read_steps(tmp_path) == {
         3: [StepRecord(1, (0.1).hex(), "d1"), StepRecord(2, "nan", "d2"), StepRecord(2, (0.1 + 0.2).hex(), "d2")]
     }
+
+
+def test_names_that_are_no_utf8_are_recorded(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.ckpt")
+    log = StepLog(tmp_path, 0)
+    log.record(1, 0.5, "d1", own={name: "d2"})
+    log.record_validation(1, {name: 0.5}, {})
+    log.record_checkpoints([[name]])
+    found = read_steps(tmp_path)
+    assert found[0][0].own == {name: "d2"}
+    assert found.validations[0][0].metrics == {name: (0.5).hex()}
+    assert found.checkpoints == ((name,),)
 
 
 GOOD: dict[str, Any] = {

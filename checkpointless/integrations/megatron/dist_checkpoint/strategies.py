@@ -127,9 +127,10 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """One chunk. Replicas of it, on any ranks, have the same fields.
 
     It begins at ``global_offset``, by axis; ``flat``: first and last element (exclusive) of the flattened chunk
-    that it is restricted to. An object has no local shape and no dtype.
+    that it is restricted to. An object has no local shape and no dtype. Copies on disks have it: the fields stay.
     """
 
+    kind: Literal["tensor", "object"]
     key: str
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
@@ -141,14 +142,15 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def of(cls, leaf: Leaf) -> _Chunk:
         shape, offset = _numbers(leaf.global_shape), _numbers(leaf.global_offset)
         if isinstance(leaf, ShardedObject):
-            return cls(leaf.key, shape, offset)
+            return cls("object", leaf.key, shape, offset)
         flat = getattr(leaf, "flattened_range", None)  # Megatron-core 0.16 has no such tensors any more
         bounds = None if flat is None else (int(flat.start), int(flat.stop))
-        return cls(leaf.key, shape, offset, _numbers(leaf.local_shape), bounds, dtype_name(leaf.dtype))
+        local, dtype = _numbers(leaf.local_shape), dtype_name(leaf.dtype)
+        return cls("tensor", leaf.key, shape, offset, local, bounds, dtype)
 
     @property
     def is_object(self) -> bool:
-        return not self.dtype
+        return self.kind == "object"
 
     @property
     def id(self) -> str:
@@ -157,7 +159,7 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def words(self) -> str:
-        return f"{'object' if self.is_object else 'tensor'} {self.key} at {list(self.global_offset)}"
+        return f"{self.kind} {self.key} at {list(self.global_offset)}"
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -73,6 +73,9 @@ def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> No
     chunks = [_Chunk.of(leaf) for leaf in leaves()]
     assert chunks == [_Chunk.of(replace(leaf, replica_id=7)) for leaf in leaves()]
     assert [msgspec.json.decode(msgspec.json.encode(each), type=_Chunk) for each in chunks] == chunks
+    read = [msgspec.json.decode(msgspec.json.encode(chunks[at])) for at in (0, 2)]
+    assert read[0] == ["tensor", "weight", [8, 3], [4, 0], [4, 3], None, "float32"]  # as copies on disks have it
+    assert read[1] == ["object", "extra", [1], [0], [], None, ""]
     others = [
         msgspec.structs.replace(chunks[0], global_offset=(0, 0)),
         msgspec.structs.replace(chunks[0], dtype="float64"),
