@@ -101,6 +101,7 @@ class Terminal:
         complete_ns = time.time_ns()  # what came until now is in what is read next
         if self._waiting:
             scribe.flush(_FLUSH_S)
+            self._waiting = [(min(at_ns, complete_ns), line) for at_ns, line in self._waiting]  # a clock put back
         events: list[Event] = []
         self._survive(lambda: events.extend(self._events()))
         while not self._said.empty():

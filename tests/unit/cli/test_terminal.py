@@ -188,6 +188,17 @@ def test_the_terminal_shows_each_line_once_and_in_order(tmp_path: Path, log: Eve
     assert len(shown) == len({*shown}) + 1  # the greeting came twice
 
 
+def test_lines_are_shown_although_the_clock_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    terminal = Terminal(shown.append, tmp_path, 0)
+    monkeypatch.setattr("time.time_ns", lambda: 10**18)
+    terminal.say("said before")
+    monkeypatch.setattr("time.time_ns", lambda: 10**9)
+    with terminal:
+        pass
+    assert shown == ["said before"]
+
+
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])  # whoever opens a pipe to read waits for a writer
 def test_without_a_log_that_can_be_read_at_once_the_agents_lines_are_shown(
     tmp_path: Path, make: Callable[[Path], None]
