@@ -46,21 +46,17 @@ class StateLostError(UnrecoverableError):
         )
 
 
-def name_of(error: BaseException) -> str:
-    """Return the name of an exception's type in one line; a type may have any name."""
-    return printable(type(error).__name__, _NAME_CHARACTERS)
-
-
-def text_of(error: BaseException) -> str:
-    """Return what an exception says; if that fails, which is foreign code's to decide, return why."""
+def words_of(error: BaseException) -> tuple[str, str]:
+    """Return the name of an exception's type in one line (it may be any), and what it says, or why it cannot."""
+    name = printable(type(error).__name__, _NAME_CHARACTERS)
     try:
-        return str(error)
+        return name, str(error)
     except Exception as another:  # noqa: BLE001 - whatever a script's __str__ raises
-        return f"<its __str__ raised {name_of(another)}>"
+        return name, f"<its __str__ raised {printable(type(another).__name__, _NAME_CHARACTERS)}>"
 
 
 def line_of(error: BaseException) -> str:
-    return f"{name_of(error)}: {text_of(error)}"
+    return ": ".join(words_of(error))
 
 
 _VICTIM_MARKS = (
@@ -83,7 +79,7 @@ def is_victim(error: BaseException | None) -> bool:
     return any(
         isinstance(each, RankShouldRestart)
         or type(each).__name__.startswith("Dist")
-        or (isinstance(each, (RuntimeError, OSError)) and any(mark in text_of(each) for mark in _VICTIM_MARKS))
+        or (isinstance(each, (RuntimeError, OSError)) and any(mark in words_of(each)[1] for mark in _VICTIM_MARKS))
         for each in chain
     )
 
@@ -91,7 +87,7 @@ def is_victim(error: BaseException | None) -> bool:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether ``error`` says that the device or the host had no more memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and _HOST_IS_FULL in text_of(error)
+        isinstance(error, RuntimeError) and _HOST_IS_FULL in words_of(error)[1]
     )
 
 

@@ -730,14 +730,14 @@ class HPCallWrapper:
         if self.client.is_ending:
             raise SystemExit(_GAVE_UP_EXIT_CODE) if isinstance(call_ex, RankShouldRestart) else call_ex
         if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a fault test that cannot run proves nothing
-            reason, is_lost = exceptions.text_of(call_ex), isinstance(call_ex, StateLostError)
+            reason, is_lost = exceptions.words_of(call_ex)[1], isinstance(call_ex, StateLostError)
             self.client.send(GiveUp(self.generation, reason, is_lost=is_lost))
             raise SystemExit(_GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
         text = _traceback_of(without_own_frames(call_ex))
         keep_traceback(self.generation, own_rank(), text)
-        name, message = exceptions.name_of(call_ex), exceptions.text_of(call_ex)
+        name, message = exceptions.words_of(call_ex)
         cause = exception_cause(self.client.rank, name, message, text, self.steps.making, victim=is_victim(call_ex))
         self.client.send(FaultReport(self.generation, cause))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.replication.parts import Content, Header, Part
+from checkpointless.replication.parts import Content, Part
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,7 @@ class HostMemoryPool:
 
     def room_for(self, data: bytes) -> Part:
         """Return room for a part that another rank sends; raise ``PartError`` if it is none."""
-        header = Header.parse(data)
-        content = self.content(header.structure, header.empty())
-        return Part.within(header, content.tensors, content.memory)
+        return Part.described(data, self.content)
 
     def copy(self, content: Content, ready: torch.cuda.Event | None = None) -> Content:
         """Return a copy of a content in one piece of memory, made after CUDA's event ``ready``, if any."""

@@ -130,7 +130,7 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-class Header(msgspec.Struct, forbid_unknown_fields=True):
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
     """Everything of a part but its tensors."""
 
     id: str
@@ -142,7 +142,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
         return [torch.empty(shape, dtype=dtype_of(dtype), device="meta") for dtype, shape, _ in self.tensors]
 
     @classmethod
-    def parse(cls, data: bytes) -> Header:
+    def parse(cls, data: bytes) -> _Header:
         """Return the header that ``data`` encodes; raise ``PartError`` if there is none."""
         try:
             header = msgspec.msgpack.decode(data, type=cls)
@@ -173,15 +173,16 @@ class Part:
         return cls(id, world_size, content, tuple(map(_digest, content.tensors)))
 
     @classmethod
-    def within(cls, header: Header, tensors: Sequence[torch.Tensor], memory: _Memory | None = None) -> Part:
-        """Return the part that a header describes, with tensors that may still have to be filled."""
-        content = Content(header.structure, tuple(tensors), memory)
+    def described(cls, data: bytes, room: Callable[[bytes, Sequence[torch.Tensor]], Content]) -> Part:
+        """Return the part of a header, to fill in the content of ``room``; raise ``PartError`` if it is none."""
+        header = _Header.parse(data)
+        content = room(header.structure, header.empty())
         return cls(PartId.parse(header.id), header.world_size, content, tuple(each for *_, each in header.tensors))
 
     def header(self) -> bytes:
         shapes = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in self.content.tensors]
         tensors = [(*shape, each) for shape, each in zip(shapes, self.digests, strict=True)]
-        return msgspec.msgpack.encode(Header(str(self.id), self.world_size, self.content.structure, tensors))
+        return msgspec.msgpack.encode(_Header(str(self.id), self.world_size, self.content.structure, tensors))
 
     def write_to(self, file: BufferedIOBase) -> None:
         """Write a part as part files have it."""
@@ -203,12 +204,15 @@ class Part:
         data = file.read(length) if length < (size or _MOST_OF_A_HEADER) else b""
         if len(data) < length or xxhash.xxh3_64_intdigest(data) != digest:
             raise PartError(f"{name} is truncated or damaged: its header has another digest")
+
+        def room(structure: bytes, tensors: Sequence[torch.Tensor]) -> Content:
+            expected = _PREFACE.size + length + sum(tensor.nbytes for tensor in tensors)
+            if size not in (None, expected):
+                raise PartError(f"it has {size} bytes, and not {expected}")
+            return Content(structure, tuple(torch.empty_like(each, device="cpu") for each in tensors))
+
         try:
-            header = Header.parse(data)
-            nbytes = sum(tensor.nbytes for tensor in header.empty())
-            if size not in (None, _PREFACE.size + length + nbytes):
-                raise PartError(f"it has {size} bytes, and not {_PREFACE.size + length + nbytes}")
-            part = cls.within(header, [torch.empty_like(each, device="cpu") for each in header.empty()])
+            part = cls.described(data, room)
             for tensor in part.content.tensors:
                 file.readinto(tensor_bytes(tensor).numpy().data)
             part.verify()

@@ -16,7 +16,7 @@ from checkpointless.inprocess import CudaHealthCheck, HPState
 from checkpointless.inprocess.finalize import collect_garbage
 from checkpointless.inprocess.health_check import bounded, wait_for_device
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery.refill import Refill
+from checkpointless.recovery.manager import _Refill
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.state.held_state import HeldState
 from checkpointless.state.module_tensors import TrainingTensors
@@ -214,7 +214,7 @@ def reentry(width: int, layers: int, device: str = "cuda") -> dict[str, Any]:
     before = torch.cuda.memory_allocated() if on_gpu else nbytes
     began_s = time.monotonic()
     model, state = training(width, layers, device)
-    _, report = Refill().move(state, {}, held, {}, memory_budget_bytes=_BUDGET)
+    _, report = _Refill().move(state, {}, held, {}, memory_budget_bytes=_BUDGET)
     del held
     if on_gpu:
         torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.integrations.lightning.data.loaders import DataPosition
 from checkpointless.integrations.megatron.state import sub_optimizers
 from checkpointless.observability.telemetry.events import EventLog
-from checkpointless.recovery import CheckpointManager, refill
+from checkpointless.recovery import CheckpointManager, manager
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import SnapshotPoint, StepSnapshot
@@ -213,7 +213,7 @@ class TensorLeftOut(Callback):
         self.tensor = tensor
         self._place: torch.Tensor | None = None
         if where == "source":
-            _replace(refill, "send_state", self._not_spoken_of)
+            _replace(manager, "send_state", self._not_spoken_of)
         elif int(os.environ["RANK"]) != rank:
             return
         elif where in ("wire", "nowhere"):
@@ -226,7 +226,7 @@ class TensorLeftOut(Callback):
             _replace(TrainingTensors, "allocate", self._beside)
         else:
             assert where == "own"
-            _replace(refill.Refill, "_take_back", self._not_taken_back)
+            _replace(manager._Refill, "_take_back", self._not_taken_back)
 
     def _is_chosen(self, key: Key) -> bool:
         return self.tensor in str(key[-1])

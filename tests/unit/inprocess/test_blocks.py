@@ -23,7 +23,7 @@ from checkpointless.inprocess.exceptions import (
     is_victim,
     line_of,
     make_room,
-    text_of,
+    words_of,
 )
 from checkpointless.inprocess.generation import Generation, StepTracker
 from checkpointless.inprocess.wrap import _Blocks, _Entry, _is_return, _Pause, _Succession, _traceback_of
@@ -210,8 +210,8 @@ Unspeakable.__name__ = "One\ncheckpointless: the job has ended\x1b[2J"
 def test_an_exception_need_not_be_able_to_say_anything() -> None:
     error = Unspeakable()
     shown = "One checkpointless: the job has ended\\x1b[2J"
-    assert text_of(error) == f"<its __str__ raised {shown}>"
-    assert line_of(error) == f"{shown}: {text_of(error)}"
+    assert words_of(error) == (shown, f"<its __str__ raised {shown}>")
+    assert line_of(error) == ": ".join(words_of(error))
     assert line_of(error) in _traceback_of(error)
     assert not is_victim(error)
 

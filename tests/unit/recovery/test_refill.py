@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.recovery import PEFTCheckpointManager, refill
-from checkpointless.recovery.refill import Refill
+from checkpointless.recovery import PEFTCheckpointManager, manager
+from checkpointless.recovery.manager import _Refill
 from checkpointless.state.port import MODEL, PARAMETER
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferReport
@@ -25,8 +25,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Key], Any, list[Fil
     def send(tensors: Mapping[Key, torch.Tensor], objects: Any, fills: Sequence[Fill], on_bucket: Any) -> None:
         calls.append((list(tensors), objects, list(fills)))
 
-    monkeypatch.setattr(refill.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(refill, "send_state", send)
+    monkeypatch.setattr(manager.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(manager, "send_state", send)
     return calls
 
 
@@ -35,7 +35,7 @@ def test_a_living_rank_serves_its_destinations_first_and_takes_back_what_is_its_
     live.all_holders = (0, 1, 2, 3, 5)
     mine = live.all_holders
     refills = {3: ((mine, (0, 1)),), 4: (((4, 6), (6,)),), 2: ((mine, (0, 1)),)}
-    objects, report = Refill().move(live, refills, held, {"step": 5}, memory_budget_bytes=1)
+    objects, report = _Refill().move(live, refills, held, {"step": 5}, memory_budget_bytes=1)
     assert sent == [([WEIGHT, BUFFER, MOMENTUM], {"step": 5}, [Fill(2, 1, 2), Fill(3, 1, 2)])]
     assert objects == {"step": 5}
     assert (report.bytes, report.kept) == (0, 12)
@@ -54,7 +54,7 @@ def test_each_part_goes_to_its_own_holders_in_the_order_of_the_groups(sent: list
     live = MadeUpState(0)
     live.all_holders, live.held_by = COLUMN, {WEIGHT: EVERYBODY}
     refills = {2: ((EVERYBODY, (0, 1)), ((0, 2), (0,))), 3: ((EVERYBODY, (0, 1)), (COLUMN, (1,)))}
-    Refill().move(live, refills, dict(HELD), {"step": 5}, memory_budget_bytes=1)
+    _Refill().move(live, refills, dict(HELD), {"step": 5}, memory_budget_bytes=1)
     assert sent == [
         ([WEIGHT], {"step": 5}, [Fill(2, 1, 2), Fill(3, 0, 2)]),
         ([BUFFER, MOMENTUM], {}, [Fill(3, 0, 1)]),
@@ -73,8 +73,8 @@ def test_a_rank_takes_objects_from_a_holder_of_all_its_parts_or_joins_those_of_a
         told = {"from": sources[0], MODEL: {"state": dict.fromkeys((HIS, THEIRS), sources[0])}}
         return told, TransferReport(bytes=12 * len(asked), sources=tuple(sources), seconds=0.5)
 
-    monkeypatch.setattr(refill, "receive_state", receive)
-    part = Refill()
+    monkeypatch.setattr(manager, "receive_state", receive)
+    part = _Refill()
     parts = ((COLUMN, (3,)), (ROW, (0,))) if crossed else ((COLUMN, (3,)), (EVERYBODY, (0, 2, 3)))
     live = MadeUpState(0)
     live.held_by = {(*HIS, PARAMETER): COLUMN, (*THEIRS, PARAMETER): ROW}
@@ -91,7 +91,7 @@ def test_a_tensor_of_which_the_rank_to_fill_has_said_nothing_is_not_left_out(sen
     with pytest.raises(
         RuntimeError, match=r"rank 3 is to be filled and has said nothing of \('model', 0, 'weight'"
     ):
-        Refill().move(live, {3: ((EVERYBODY, (0, 1)),)}, dict(HELD), {}, memory_budget_bytes=1)
+        _Refill().move(live, {3: ((EVERYBODY, (0, 1)),)}, dict(HELD), {}, memory_budget_bytes=1)
     assert sent == []
 
 

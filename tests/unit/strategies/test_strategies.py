@@ -26,9 +26,8 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
 from checkpointless.integrations.lightning.recoverable_strategy import _complete
 from checkpointless.state.rng import RngStates
-from checkpointless.strategies import CheckpointlessModelParallelStrategy, warm_start
-from checkpointless.strategies.megatron_strategy import _note_given_module
-from checkpointless.strategies.warm_start import WarmStart
+from checkpointless.strategies import CheckpointlessModelParallelStrategy, megatron_strategy
+from checkpointless.strategies.megatron_strategy import _note_given_module, _WarmStart
 from checkpointless.system.environment import FAULTS_ENV, RECORD_STEPS_ENV, RUN_DIR_ENV, YES
 
 pytestmark = pytest.mark.nemo
@@ -146,7 +145,7 @@ class Job:
     def start(self, kept: Kept | None, fit: int = 1) -> Any:
         """Set up the fit after the first one of the block, for which a model may have been kept."""
         strategy: Any = SimpleNamespace(lightning_module=SimpleNamespace())
-        start: Any = WarmStart(strategy)
+        start: Any = _WarmStart(strategy)
         manager: Any = SimpleNamespace(kept=None if kept is None else (fit, kept), fits=SimpleNamespace(number=0))
         start.agree(manager)
         assert (manager.kept is not None) == start.is_warm or fit != 1
@@ -157,10 +156,10 @@ class Job:
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     made = Job()
     random.seed(3)
-    monkeypatch.setattr(warm_start, "_obstacle", lambda strategy: made.obstacle)
-    monkeypatch.setattr(warm_start, "_plans", lambda strategy: {})
-    monkeypatch.setattr(warm_start, "true_on_all", lambda mine: mine and made.everyone)
-    monkeypatch.setattr(warm_start, "emit_event", lambda name, **fields: made.told.append(fields))
+    monkeypatch.setattr(megatron_strategy, "_obstacle", lambda strategy: made.obstacle)
+    monkeypatch.setattr(megatron_strategy, "_plans", lambda strategy: {})
+    monkeypatch.setattr(megatron_strategy, "true_on_all", lambda mine: mine and made.everyone)
+    monkeypatch.setattr(megatron_strategy, "emit_event", lambda name, **fields: made.told.append(fields))
     return made
 
 
@@ -203,7 +202,7 @@ def test_a_module_that_another_thread_copies_meanwhile_is_none_of_the_models(
 ) -> None:
     from nemo.lightning import io
 
-    start: Any = object.__new__(WarmStart)
+    start: Any = object.__new__(_WarmStart)
     start._obstacle, start._kept = None, None
     monkeypatch.setattr(io, "reinit", lambda module: SimpleNamespace(of=module))
     with start._stages(), ThreadPoolExecutor(1) as pool:

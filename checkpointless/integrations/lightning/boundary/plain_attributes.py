@@ -66,12 +66,6 @@ def parts_of(trainer: pl.Trainer | None) -> Iterator[_Part]:
         yield _Part(name, callback, frozenset(), trainer)
 
 
-def kept_states(trainer: pl.Trainer) -> set[str]:
-    """Return the keys of the callbacks whose states are kept as rank-local state, so that no peer gives them."""
-    keys = {part.name: part.state_key for part in parts_of(trainer)}
-    return {key for name, key in keys.items() if key and declared_state.keeps(f"{name}.{_STATE}")}
-
-
 class _Part:
     def __init__(self, name: str, part: object, inherited: frozenset[str], trainer: pl.Trainer) -> None:
         self.name = name
@@ -80,9 +74,9 @@ class _Part:
         self._inherited = inherited
 
     @property
-    def state_key(self) -> str:
-        """The key of a callback's state in Lightning's checkpoints; "": it has none."""
-        return self._part.state_key if self._has_state() else ""
+    def kept_state(self) -> str:
+        """The key of a callback's state that is kept as rank-local state, so that no peer gives it; "": none is."""
+        return self._part.state_key if self._has_state() and declared_state.keeps(f"{self.name}.{_STATE}") else ""
 
     def values(self) -> Mapping[str, Any]:
         found: dict[str, Any] = {}

@@ -28,7 +28,7 @@ from checkpointless.integrations.compat.lightning import (
     call_module_hook,
 )
 from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated
-from checkpointless.integrations.lightning.boundary.plain_attributes import kept_states
+from checkpointless.integrations.lightning.boundary.plain_attributes import parts_of
 from checkpointless.integrations.lightning.data.loaders import DataPosition, TrainingData, megatron_sampler
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.recovery import CheckpointManager
@@ -463,7 +463,7 @@ class StepKeeper(FrontEnd):
         checkpoint = objects["checkpoint"]
         loops = checkpoint["loops"] or {}
         loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
-        kept = kept_states(self._trainer)
+        kept = {part.kept_state for part in parts_of(self._trainer)}
         parts: dict[str, Any] = {
             f"the state of {key}": state for key, state in checkpoint["callbacks"].items() if key not in kept
         }
