@@ -117,6 +117,5 @@ class HPFaultInjectionCallback(Callback):
 
 
 def _batches_of(trainer: pl.Trainer | None) -> Any:
-    """Return torch's iterator over the training data, or None if it has no workers."""
     fit_loop = getattr(trainer, "fit_loop", None)
     return next(iter(worker_iterators(getattr(fit_loop, "_combined_loader", None))), None)

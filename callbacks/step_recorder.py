@@ -70,7 +70,6 @@ def _callback_digests(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def _validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
-    """Return what the validation that is ending has logged, as numbers by name."""
     results: Any = trainer._results
     logged = {item.meta.name for item in results.result_metrics} if results else set()
     return {
@@ -108,13 +107,11 @@ def _names(folder: Path) -> list[str]:
 
 
 def _logged_as(name: str) -> str:
-    """Return the name that was passed to ``log`` for what Lightning calls ``name``."""
     name = name.partition("/dataloader_idx_")[0]
     return name.removesuffix("_epoch") if name.endswith("_epoch") else name
 
 
 def _loss_scales(trainer: pl.Trainer, optimizers: list[Any]) -> tuple[str, ...] | None:
-    """Return the state of every loss scaler as text, or None if nothing is scaled."""
     megatron = [getattr(optimizer, "mcore_optimizer", None) for optimizer in optimizers]
     parts = [part for each in megatron if each is not None for part in getattr(each, "chained_optimizers", [each])]
     scalers = [getattr(part, "grad_scaler", None) for part in parts]
@@ -248,7 +245,6 @@ def _leave_if_over() -> None:
 
 
 def _fit(trainer: pl.Trainer) -> int:
-    """Return the number of the fit in the block, counted from 1."""
     manager = getattr(trainer.strategy, "checkpoint_manager", None)
     return max(1, manager.fits.number) if manager is not None else 1
 

@@ -467,7 +467,6 @@ class _MegatronSteps:
         return fetcher.fetched if fetcher is not None else 0
 
     def on_megatron_step_start(self, step: MegatronStep) -> MegatronStep:
-        """Begin a step; a step that is replayed computes nothing."""
         if step.forward_only:
             return step
         self._fetched_before = self._fetched()
@@ -479,7 +478,6 @@ class _MegatronSteps:
         return _ReplayedStep(**known, outcome=self.replayed)
 
     def on_megatron_step_end(self, step: MegatronStep, microbatch_outputs: object, reduced: object) -> None:
-        """Note the reduced loss when forward and backward are over."""
         if not step.forward_only:
             self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
 

@@ -210,7 +210,6 @@ def _strategy_of(recipe: run.Partial) -> Any:
 
 
 def _check_optimizer(recipe: run.Partial) -> None:
-    """Raise if the update of the recipe's optimizer cannot be guarded."""
     optim = getattr(recipe, "optim", None)
     of_class = isinstance(optim, fdl.Buildable) and isinstance(optim.__fn_or_cls__, type)
     if of_class and not _is(optim, MegatronOptimizerModule):
@@ -272,7 +271,6 @@ def _callbacks_of(trainer: Any) -> list[Any]:
 
 
 def _is(value: Any, cls: type) -> bool:
-    """Return whether ``value`` is an instance or a configuration of ``cls`` or of a subclass."""
     made = value.__fn_or_cls__ if isinstance(value, fdl.Buildable) else type(value)
     return isinstance(made, type) and issubclass(made, cls)
 
@@ -309,7 +307,6 @@ def _layout_of(trainer: object, strategy: object) -> Layout | None:
 
 
 def _require(layout: Layout, replicas: int) -> None:
-    """Raise unless each shard can be held by ``replicas`` ranks."""
     dense, experts = layout.holders()
     if dense and dense % replicas == experts % replicas == 0:
         return

@@ -29,7 +29,7 @@ from checkpointless.integrations.compat.lightning import AutomaticOptimization, 
 from checkpointless.integrations.lightning.boundary.epoch_metrics import keep_metrics, unseen
 from checkpointless.integrations.lightning.boundary.step_keeper import StepOutcome, take_state
 from checkpointless.integrations.lightning.checkpoints.connector import keep_names
-from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy, refuse_unfit
+from checkpointless.integrations.lightning.recoverable_strategy import RecoverableStrategy
 from checkpointless.integrations.torch.gradient_check import GradientCheck, unreduced
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.integrations.torch.torch_tensors import TorchTensors
@@ -141,7 +141,6 @@ class _TorchRecoverable(RecoverableStrategy):
                 "optimization: leave out automatic_optimization=False (several optimizers: one with several param "
                 "groups)"
             )
-        refuse_unfit(trainer.callbacks)  # type: ignore[attr-defined]
 
     def _refuse(self, trainer: pl.Trainer) -> None:
         reason, scaler = "", getattr(trainer.precision_plugin, "scaler", None)
@@ -192,7 +191,6 @@ class _TorchRecoverable(RecoverableStrategy):
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state; nothing of it while a fault is being handled."""
         state: dict[str, Any] = {} if self.is_left else super().optimizer_state(optimizer)
         return state
 
@@ -461,7 +459,6 @@ class _TorchSteps:
     # --- a step that is replayed ----------------------------------------------------------------------------------
 
     def _put_back_once(self) -> None:
-        """Put back what the step had left when its gradients were final."""
         if self._is_put_back:
             return
         self._is_put_back = True
@@ -495,7 +492,6 @@ class _ObservedOptimization(AutomaticOptimization):
 
     @override
     def _make_closure(self, kwargs: Any, optimizer: torch.optim.Optimizer, batch_idx: int) -> Any:
-        """Return what computes the batch, or stands for it."""
         outcome = self.steps.replayed
         if outcome is not None:
             assert outcome.state is not None

@@ -84,7 +84,6 @@ def _is_alive(worker: BaseProcess) -> bool:
 
 
 def _free_lock(iterator: _MultiProcessingDataLoaderIter) -> None:
-    """Release the event's lock if a dead worker holds it."""
     condition = getattr(getattr(iterator, "_workers_done_event", None), "_cond", None)
     if condition is None:
         return
@@ -243,14 +242,12 @@ class _TrainerAbort(Abort):
         self._trainer: weakref.ref[object] | None = None
 
     def register_attributes(self, trainer: object) -> None:
-        """Keep a weak reference to the running trainer."""
         if not _known:
             _load_frameworks()
         self._trainer = weakref.ref(trainer)
 
     @property
     def trainer(self) -> object | None:
-        """The running trainer, or None."""
         return self._trainer() if self._trainer is not None else None
 
 

@@ -238,7 +238,6 @@ def _is_ownerless(name: str, function: str) -> bool:
 
 
 def _is_in_collective(frame: FrameType) -> bool:
-    """Return whether the thread whose innermost frame is ``frame`` waits for its peers."""
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITING_FILES):
         frame = frame.f_back
     return any(part in frame.f_code.co_filename for part in _COLLECTIVE_FILES)

@@ -63,12 +63,10 @@ class StepPace:
             self._has_voted(self._board)
 
     def fetches(self) -> None:
-        """Note that a batch is due, unless that is known."""
         if self._fetching_since_s is None:
             self._fetching_since_s = time.perf_counter() - waited.seconds
 
     def computes(self) -> None:
-        """Note that the batch is there and the forward pass begins."""
         if self._fetching_since_s is not None:
             self._data_s += time.perf_counter() - waited.seconds - self._fetching_since_s
             self._fetching_since_s = None
@@ -86,7 +84,6 @@ class StepPace:
         self._own_s = max(0.0, until_s - since_s - (waited_s - waited_before_s))
 
     def _has_voted(self, board: Board) -> None:
-        """Write the measured step, and begin the next one."""
         if self._is_timed and self._events is not None and self._events[1].query():
             self._own_s = max(self._own_s, self._events[0].elapsed_time(self._events[1]) / 1000)
         if self._since is not None:

@@ -97,7 +97,6 @@ def seed_data_workers(
 
 
 def _sampler_with_epoch(loader: Any) -> Any:
-    """Return the sampler of a loader that knows its epoch; None: there is none."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = [getattr(loader, "sampler", None), getattr(batches, "sampler", None), batches]
     return next((each for each in samplers if isinstance(getattr(each, "epoch", None), int)), None)

@@ -198,7 +198,6 @@ class _Succession:
         self._failures = 0  # in a row
 
     def judge(self, error: BaseException | None, fn: Callable[..., Any]) -> None:
-        """Take into account how the block ended."""
         if self._steps.has_begun:
             self._has_trained, self._failures = self._has_trained or self._steps.since_entry > 0, 0
             return
@@ -401,7 +400,6 @@ class _Entry:
 
 
 def _hook_registries() -> Iterator[dict[int, Any]]:
-    """Yield where torch keeps the hooks for all modules and optimizers."""
     for module in (modules, optimizers):
         for name, value in vars(module).items():
             if name.startswith("_global_") and isinstance(value, dict):
@@ -423,7 +421,7 @@ class _SignalHandlers:
             self._handlers = {number: signal.getsignal(number) for number in _CATCHABLE}
 
     def restore(self) -> None:
-        """Restore the handlers that have changed. (One that C code installed cannot be restored, and is left.)"""
+        """Restore the handlers that have changed, but for one that C code installed."""
         for number, handler in self._handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
@@ -839,7 +837,6 @@ class HPCallWrapper:
     # ---- the end
 
     def _end_job(self, leaving: SystemExit) -> NoReturn:
-        """End the job after the block has called ``sys.exit`` with a code other than 0."""
         at = f" in step {self.steps.making}" if self.steps.making >= 0 else ""
         reason = f"rank {os.environ.get(RANK_ENV, '0')} left the block{at} by sys.exit({leaving.code!r})"
         self.client.send(GiveUp(self.generation, reason, exit_code(leaving)))

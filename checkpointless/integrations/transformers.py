@@ -152,8 +152,6 @@ def _is_script(value: object) -> bool:
 
 
 class _TrainerTraining(SteppedTraining):
-    """The state of a Trainer's training, for :class:`~checkpointless.recovery.CheckpointManager`."""
-
     def __init__(self, call: HPCallWrapper, trainer: Trainer, state: Mapping[str, Any]) -> None:
         self._trainer = trainer
         self.position = (0, 0)  # the epoch, and how many of its batches precede the step in the making
@@ -232,7 +230,6 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Have the Trainer's seams lead here while the context lasts."""
         trainer, seams = self._trainer, self._seams()
         self._prepare = trainer._prepare_for_training
         trainer.callback_handler.callbacks.insert(0, self)
@@ -353,11 +350,9 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         self._training.begin_step()
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        """Report that an evaluation makes progress."""
         self._call.beat()
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Note that an evaluation was made."""
         repeated_steps.was_validated = True
 
     def _compute_batch(self, original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -135,7 +135,6 @@ def _find_lost_parts(held: HeldState | None, own_parts: _OwnParts, decision: Dec
 
 
 def _differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return, sorted, the names whose digests are not the same in all of ``digests``."""
     names = sorted({name for each in digests for name in each})
     return [name for name in names if len({each.get(name) for each in digests}) > 1]
 
@@ -325,7 +324,6 @@ class CheckpointManager(RankLocalKeeper):
         return HandedOver(*hand_over(leaves, self.own, high_water))
 
     def _take_over(self) -> None:
-        """Hold what the process before this one has handed over, if it has."""
         left = take_over(self.own)
         if left is not None:
             self._held, self._lost_saves = left.held, left.saves
@@ -353,7 +351,6 @@ class CheckpointManager(RankLocalKeeper):
         self.maybe_offload_checkpoint()
 
     def _is_frozen(self, key: Key) -> bool:
-        """Return whether a tensor is known to be one that no training changes."""
         return False
 
     def maybe_offload_checkpoint(self) -> None:

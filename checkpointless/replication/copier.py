@@ -46,7 +46,6 @@ class _Lane:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread is gone: the lane was left, and the last task is done."""
         return not self._thread.is_alive()
 
     @property
@@ -223,7 +222,6 @@ class Copier:
         places: Sequence[Place],
         exchanges: Sequence[CliqueExchange],
     ) -> None:
-        """Copy the state to the host, exchange it with the peers, and have it written."""
         parts: dict[CliqueExchange | None, list[Part]] = defaultdict(list)
         making.begun = True  # before it is looked whether the lane is left: who leaves looks the other way round
         try:

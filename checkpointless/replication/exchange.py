@@ -73,7 +73,6 @@ class CliqueExchange:
     def _pass(
         self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], receiver: int, sender: int
     ) -> None:
-        """Send ``mine`` to one rank, and receive ``theirs`` from another, at the same time."""
         if self._device == _HOST:
             works: list[Any] = [dist.irecv(each, sender, group=self._group) for each in theirs]
             works += [dist.isend(each, receiver, group=self._group) for each in mine]

@@ -329,7 +329,6 @@ class LocalCheckpointManager:
         return content, None if self.repl_strategy is None else state_of(content)
 
     def _replicate(self, content: Content, state: Tree, part: PartId) -> list[tuple[PartId, Content]]:
-        """Return the parts that this rank has to keep."""
         if self.repl_strategy is None:
             return [(part, content)]
         try:
@@ -381,7 +380,6 @@ def _plain(state: Tree) -> Tree:
 
 
 def _without_copy(save: SaveId, lost: Sequence[int]) -> str:
-    """Return the message about parts that are gone."""
     parts = ", ".join(PartId(save, rank).words for rank in lost)
     return f"no undamaged copy is left of {parts} on any rank"
 

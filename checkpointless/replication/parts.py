@@ -143,7 +143,6 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, data: bytes) -> _Header:
-        """Return the header that ``data`` encodes; raise ``PartError`` if there is none."""
         try:
             header = msgspec.msgpack.decode(data, type=cls)
             PartId.parse(header.id)

@@ -268,7 +268,6 @@ class DirectoryStore:
         return shelf
 
     def _files(self) -> Iterator[tuple[_FileName, bool, Path]]:
-        """Yield all part files in the directory; none if the directory is gone."""
         try:
             paths = sorted(self.root.iterdir())
         except FileNotFoundError:

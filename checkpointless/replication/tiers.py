@@ -544,7 +544,6 @@ class Copies:
 
 
 def _copied(copier: Copier, snapshot: list[Snapshot | None], ready: torch.cuda.Event | None) -> Content | None:
-    """Copy a state, which is taken from the list, to host memory."""
     taken = snapshot.pop()
     return None if taken is None else copier.pool.copy(taken.content(), ready)
 
@@ -610,7 +609,6 @@ def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, 
 
 
 def _why(choice: Choice, tiers: list[str]) -> str:
-    """Return why there is no step of which every rank's state exists."""
     names = ", ".join(tiers)
     if not choice.lacking:
         return f"no tier ({names}) has a copy of the state"

@@ -163,7 +163,6 @@ class _ParamGroups:
         ]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters in all groups, in order: the same list as long as the groups have the same."""
         lists = [group["params"] for each in self._optimizers if each is not None for group in each.param_groups]
         now = [*map(id, lists), *map(len, lists)]
         if now != self._listed[0]:
@@ -172,7 +171,6 @@ class _ParamGroups:
 
 
 def _sizes_of(optimizers: Iterable[torch.optim.Optimizer | None]) -> list[int]:
-    """Return how many parameters each param group of each optimizer has; of None, there are none."""
     return [len(group["params"]) for each in optimizers if each is not None for group in each.param_groups]
 
 
@@ -362,7 +360,6 @@ class TrainingTensors(TrainingState):
         return [(*key, name) for key, name, value in self._kept() if is_sharded(value)]
 
     def _kept(self) -> Iterator[tuple[Key, str, Any]]:
-        """Yield what the optimizers keep for their parameters, each with the parameter's key and its name."""
         for key, inner, parameter in self._parameters():
             for name, value in inner.state.get(parameter, {}).items():
                 yield key, name, value
@@ -429,7 +426,6 @@ class TrainingTensors(TrainingState):
         return _MORE_PARAMETERS if _sizes_of(self._torch_optimizers) != self._sizes else ""
 
     def _parameters(self) -> Iterator[tuple[Key, torch.optim.Optimizer, torch.Tensor]]:
-        """Yield key, optimizer and parameter for every parameter that this rank updates."""
         for number, optimizer in enumerate(self._torch_optimizers):
             if optimizer is None:
                 continue

@@ -94,7 +94,6 @@ def _bucket_bytes_of(memory_budget_bytes: int) -> int:
 
 
 def _shared_bytes(bucket_bytes: int) -> int:
-    """Return the size of a bucket that small tensors share."""
     return min(PACKED_BYTES, bucket_bytes)
 
 
@@ -187,7 +186,6 @@ class _Window:
             self._launch()
 
     def close(self) -> None:
-        """Launch what is left, and finish everything."""
         if self._open:
             self._launch()
         while self._launched:

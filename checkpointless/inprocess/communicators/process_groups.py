@@ -384,8 +384,6 @@ class _ProcessGroups:
         return make
 
     def counting(self, is_send: bool, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a group's ``send`` or ``recv``, counted."""
-
         @functools.wraps(original)
         def counted(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
             source, target = (group.rank(), peer) if is_send else (peer, group.rank())

@@ -145,7 +145,6 @@ class RecoverableStrategy(ParallelStrategy):
         EventLog.here().emit(EventName.REBUILD, "begin", generation=call.generation, incident=call.incident)
 
     def _resume_loggers(self) -> None:
-        """Make new loggers continue where those of the fault's generation were."""
         call, module = self._call, self.lightning_module
         if call is None or call.generation == 0 or module is None:
             return
@@ -165,7 +164,7 @@ class RecoverableStrategy(ParallelStrategy):
         call.blocks.begin_training()
         call.beat()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        refuse_unfit(callbacks)
+        _refuse_unfit(callbacks)
         callback = _complete(callbacks)
         for part in (call.wrapper.abort, call.wrapper.finalize):
             register = getattr(part, "register_attributes", None)
@@ -209,7 +208,6 @@ class RecoverableStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], **options: Any) -> None:
-        """Load the optimizer, unless recovery has put it in place already."""
         if not isinstance(checkpoint, InMemoryCheckpoint):
             super().load_optimizer_state_dict(checkpoint, **options)
 
@@ -288,7 +286,7 @@ _UNFIT = {
 }
 
 
-def refuse_unfit(callbacks: Iterable[object]) -> None:
+def _refuse_unfit(callbacks: Iterable[object]) -> None:
     """Raise, with what to do instead, if a training with ``callbacks`` cannot be recovered exactly."""
     kinds = [(getattr(stock, name), reason) for name, reason in _UNFIT.items() if hasattr(stock, name)]
     for each in callbacks:
@@ -373,7 +371,6 @@ class _RecoverableFit:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the fit is being run, and could be recovered."""
         return self.manager is not None and self.keeper is not None and self.keeper.journal.newest is not None
 
     @property
@@ -412,11 +409,9 @@ class _RecoverableFit:
 
     @property
     def _is_resuming(self) -> bool:
-        """Whether the state is from memory, and a part of it is still to be put back."""
         return self._restoration is not None and self._restoration.is_pending
 
     def restored(self) -> None:
-        """Prepare to train with the state, which is whole: from memory, from storage, or that of a new job."""
         call, manager = self._call, self.manager
         if manager is None:
             return
@@ -459,7 +454,6 @@ class _RecoverableFit:
     # --- while it is run ----------------------------------------------------------------------------------------
 
     def loader_is_due(self) -> None:
-        """Prepare for a loader that is about to be made."""
         if self._restoration is not None and self._trainer.training:
             self._restoration.put_sampler()
 
@@ -480,7 +474,6 @@ class _RecoverableFit:
         return self.keeper.steps.update(make) if self.keeper is not None else make()
 
     def save(self, path: str, make: Callable[[], None], **background: Any) -> None:
-        """Make a save, unless it was made before a fault that makes the ranks pass this point once more."""
         began_s, call = time.monotonic(), active_call_wrapper()
         if self.manager is None or self.keeper is None or not self.is_under_way:
             make()

@@ -62,7 +62,6 @@ def _drop_globals() -> None:
 
 
 def _forget_whole_iterations() -> None:
-    """Forget the graphs of whole iterations, which Megatron-core keeps in classes."""
     wrapper = full_cuda_graph.FullCudaGraphWrapper
     for name in ("curr_iteration", "cuda_graph", "result"):
         kept: dict[str, Any] = getattr(wrapper, name)

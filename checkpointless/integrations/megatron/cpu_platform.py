@@ -89,7 +89,6 @@ def _table() -> list[Patch]:
 
 
 def _rows_of_what_is_imported() -> list[Patch]:
-    """Return the replacements in NeMo and Megatron-Bridge, as far as they have been imported."""
     of_lm = _pretrain_rows("megatron.training.training", "initialize", "_compile_dependencies")
     arguments = sys.modules.get("megatron.training.arguments")
     if arguments is not None:
@@ -158,7 +157,6 @@ class _Generators:
 
 
 def _set_stream_state(new_state: torch.Tensor, device: object = "cuda", graph_safe: bool = False) -> None:
-    """Set the stream's state, as `torch.cuda.set_rng_state` and Megatron's tracker do."""
     _stream.set_state(new_state)
 
 
@@ -198,7 +196,6 @@ _NEW_TENSOR_METHODS = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_
 
 
 def _placement_rows() -> list[Patch]:
-    """Return the replacements in torch of what creates or moves tensors and modules, or asks for their type."""
     table = [
         Patch(torch.Tensor, "cuda", lambda _: _itself, "a tensor is already where it should be"),
         Patch(torch.Tensor, "pin_memory", lambda _: _itself, "pinning needs a CUDA driver"),
@@ -354,7 +351,6 @@ class _Done:
         return recorded
 
     def elapsed_time(self, end: _Done) -> float:
-        """Return the milliseconds from this event to `end`, as `torch.cuda.Event` does."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
 
@@ -386,7 +382,6 @@ def _core_rows() -> list[Patch]:
 
 
 def _optimizer_rows() -> list[Patch]:
-    """Return the replacements that serve checkpoints of torch's own Adam, whose state has a `step`."""
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     if optimizer.HAVE_APEX_OR_TE:
         return []

@@ -129,7 +129,6 @@ class _Training(JournaledTraining):
     # --- while training ---------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Take the state before the next step, and report that the step begins."""
         announce_gradient_sync(self.state.modules[0], self._call)
         if self.replayed is not None:
             return
@@ -195,7 +194,6 @@ class _Training(JournaledTraining):
 
     @override
     def ready(self, step: int) -> Captured:
-        """Capture the outcome of ``step``, with which the loop can replay the rest of it."""
         losses, succeeded = _plain_losses(self._losses), not self._update.overflow
         values = [float(each.sum()) for _, each in losses.values()]
         repeated_steps.compute(step, sum(values) if values else None)
@@ -214,7 +212,6 @@ class _Training(JournaledTraining):
 
     @override
     def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Capture the counters, and what has been added up to log, in addition."""
         capture, counters, began = super()._capture(step), self._library.counters(), self.began
         totals = dict(self._kept_totals or self._totals)  # what is kept, until the library logs for the first time
         return lambda: {**capture(), "counters": counters, "totals": totals, "began": began}
@@ -379,14 +376,12 @@ class PretrainGeneration(ABC):
         return [each for each in found if each is not None]
 
     def make_loaders(self, make: Call) -> Sequence[Any]:
-        """Make the loaders of the streams, whose workers draw by the batch."""
         made: Sequence[Any] = make()
         if self._loaders is not None:
             self._loaders.made(made)
         return made
 
     def make_passes(self, make: Call) -> Iterable[Any]:
-        """Make what iterates over a loader again and again."""
         passes: Iterable[Any] = make() if self._loaders is None else self._loaders.passes(*make.args)
         return passes
 

@@ -107,7 +107,6 @@ class MegatronTensors(TrainingTensors):
         return {**model, **self.shard()}
 
     def _keys_of(self, parameters: Iterable[torch.nn.Parameter]) -> set[Key]:
-        """Return the keys of ``parameters`` as those of the model."""
         meant = {id(parameter) for parameter in parameters}
         return {
             ("model", index, name)
@@ -235,7 +234,6 @@ def fp8_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Paramete
 
 
 def _is_quantized(optimizer: object) -> bool:
-    """Return whether a Megatron optimizer updates parameters that are kept in FP8."""
     return (
         isinstance(optimizer, DistributedOptimizer)
         and not optimizer.is_stub_optimizer
@@ -332,7 +330,6 @@ def _begin(name: str, layer: Any, config: Any) -> bool:
 
 
 def _tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a layer's scales, with the names of their buffers."""
     for meta in _META:
         for name in _TENSORS:
             tensor = getattr(layer.fp8_meta.get(meta), name, None)

@@ -37,7 +37,6 @@ def _put_together(tree: Tree) -> MCoreTensorAwareStateDict:
 
 
 def _without_leaves(value: Any, leaves: list[Tree], path: str) -> Tree:
-    """Return the nesting of a sharded state, with numbers in the places of its leaves."""
     if isinstance(value, dict):
         return {key: _without_leaves(item, leaves, f"{path}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list):

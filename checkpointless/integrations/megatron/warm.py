@@ -293,7 +293,6 @@ def _marks(optimizer: Any) -> list[object]:
 
 
 def _hooks_of(attributes: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many hooks torch keeps among the attributes of a module or an optimizer, by their kind."""
     found = {name: each for name, each in attributes.items() if name.endswith("_hooks") and isinstance(each, dict)}
     return {name: len(hooks) for name, hooks in found.items() if hooks}
 
@@ -412,7 +411,6 @@ class _Walk:
 
 @functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
-    """Return the names of the slots that a class, and those it inherits from, declare in Python."""
     found: list[str] = []
     for each in kind.__mro__:
         names = each.__dict__.get("__slots__", ())
@@ -460,7 +458,6 @@ def _unknown_class(modules: Iterable[torch.nn.Module]) -> str | None:
 
 
 def _is_of_engine(module: torch.nn.Module) -> bool:
-    """Return whether a module is one of TransformerEngine's."""
     return any(kind.startswith(_ENGINE) for kind in _kinds_of(module))
 
 

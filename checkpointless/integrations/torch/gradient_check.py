@@ -154,7 +154,6 @@ class GradientCheck:
 
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
-        """Digest the gradients that come in the context."""
         seen = _Seen()
         trained = [(name, each) for name, each in self._parameters.values() if each.requires_grad]
         hooks = [each.register_hook(functools.partial(seen.take, name)) for name, each in trained]

@@ -136,11 +136,9 @@ class _LoopState:
         self._state = dict(state)
 
     def values(self) -> Mapping[str, Any]:
-        """Return what is declared, as plain data by name."""
         return {name: take_object(each) for name, each in self._state.items()}
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Put back what :meth:`values` returned, in place."""
         for name, value in values.items():
             present = self._state.get(name)
             if has_state(present):
@@ -208,7 +206,6 @@ class JournaledTraining(FrontEnd):
         return objects
 
     def _epoch(self) -> int:
-        """Return a number that changes with the epoch."""
         return 0
 
     def _record(self, loss: float | None, once: bool = False) -> None:
@@ -233,7 +230,6 @@ class JournaledTraining(FrontEnd):
     def committed(
         self, step: int, ready: Captured, before: StepBefore | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Capture the training's state after the update of ``step``."""
         return self._capture(step)
 
     def _capture(self, step: int) -> Callable[[], dict[str, Any]]:
@@ -242,7 +238,6 @@ class JournaledTraining(FrontEnd):
 
     @override
     def restore(self, objects: dict[str, Any]) -> None:
-        """Put back the states of the schedulers."""
         for scheduler, state in zip(self._schedulers, objects["schedulers"]):
             scheduler.load_state_dict(dict(state))
 
@@ -312,7 +307,6 @@ class LoopTraining(JournaledTraining, ABC):
         self._note()
 
     def _remaining(self, last: int, number: int) -> Iterable[int]:
-        """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
         begun_at = self.step
         while self.step < last and not self._ends:
             self._keep_again()
@@ -467,7 +461,6 @@ class LoopTraining(JournaledTraining, ABC):
 
     @override
     def reached(self, step: int, point: SnapshotPoint) -> Captured:
-        """Capture the loop's state at the beginning of the step after ``step``."""
         return Captured(self._capture(step), self._own)
 
     # --- what a subclass knows ------------------------------------------------------------------------------------
@@ -545,7 +538,6 @@ class _Undeclared:
 
 
 def _variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a running function; of a generator that iterates for it (tqdm), its caller's."""
     if frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_back is not None:
         frame = frame.f_back
     variables = frame.f_locals

@@ -351,7 +351,6 @@ class _ExtraState:
         ]
 
     def take(self) -> dict[int, Any]:
-        """Return, as nobody changes it, what ``get_extra_state`` of each module returns."""
         return {index: state_tree.copy(part.get_extra_state()) for index, part in self._saving}
 
     def put(self, extra: Mapping[int, Any]) -> None:

@@ -336,7 +336,6 @@ class _OwnStreams:
         return {**digests, **declared_state.digests(states.streams)}
 
     def newest(self, step: int) -> RngStates | None:
-        """Return the streams at the last stage after ``step`` that is known; None if none is."""
         known = self.at(step)
         return known[max(known)] if known else None
 
@@ -396,7 +395,6 @@ def _put_on_board(board: Board, step: int, states: RngStates) -> None:
 
 
 def _found_on_board(board: Board, step: int) -> dict[SnapshotPoint, RngStates]:
-    """Return the streams after ``step`` by point, as far as the board has them."""
     found = {point: _decoded(board.snapshot(step, series)) for point, series in _STREAM_SERIES.items()}
     return {point: states for point, states in found.items() if states is not None}
 

@@ -54,7 +54,6 @@ def _digest_tensor(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _unsigned(value: int) -> int:
-    """Return the digest that a signed number of 64 bits stands for."""
     return value & _WORD
 
 
@@ -268,7 +267,6 @@ def samples(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a tensor as bytes, wherever they lie in its shape."""
     begin = tensor.storage_offset()
     count = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.itemsize - begin)  # it may be expanded
     starts = (0, count // 2) if count > 2 * _SAMPLED else (0,)

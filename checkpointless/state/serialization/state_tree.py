@@ -606,7 +606,6 @@ class _Encoder:
             raise
 
     def _head(self, mapping: Any) -> list[_Node]:
-        """Return what a dictionary has in addition to its items."""
         if type(mapping) is defaultdict:
             names = [name for name, factory in FACTORIES.items() if factory is mapping.default_factory]
             if not names:

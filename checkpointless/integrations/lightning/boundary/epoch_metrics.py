@@ -355,7 +355,6 @@ def _made_result(trainer: pl.Trainer, entry: Mapping[str, Any]) -> ResultMetric 
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return a copy of what was kept, on the device where it is used."""
     if isinstance(value, torch.Tensor):
         return value.to(device, copy=True)
     return [each.to(device) for each in value] if isinstance(value, list) else value

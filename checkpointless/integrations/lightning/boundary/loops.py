@@ -33,7 +33,6 @@ class _ResumableEpochLoop(TrainingEpochLoop):
     @property
     @override
     def done(self) -> bool:
-        """Whether nothing is left to do, not even what follows the last step."""
         pending = self.resumption is not None and self.resumption.stage in _FOLLOWED
         return False if pending else bool(super().done)
 
@@ -63,7 +62,6 @@ class _ResumableEpochLoop(TrainingEpochLoop):
 
     @override
     def advance(self, data_fetcher: Any) -> None:
-        """Make a step, or do what still follows the last one."""
         resumption, self.resumption = self.resumption, None
         if resumption is not None and resumption.stage is SnapshotPoint.ENDED:
             return
@@ -159,7 +157,6 @@ class _ResumableFitLoop(FitLoop):
     @property
     @override
     def skip(self) -> bool:
-        """Whether there is nothing to do, not even what follows the last step or the end of training."""
         if self.was_finished:
             return True
         return bool(self.trainer.limit_train_batches == 0) if self.resumption is not None else bool(super().skip)

@@ -425,7 +425,6 @@ class StepKeeper(FrontEnd):
     def committed(
         self, step: int, ready: Captured, before: StepBefore | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Return what the commit of ``step`` leaves: what the step changed, and the rest as it was before it."""
         if before is None:
             return None
         base, taken = before
@@ -627,7 +626,6 @@ class Restoration:
             steps.replayed = None
 
     def _put_back_what_was_before(self) -> None:
-        """Put back what the replayed step had left when its gradients were final."""
         outcome = self._keeper.steps.replayed
         assert outcome is not None
         accumulated = cast(dict[str, Any], outcome.accumulated)  # known of every step that was computed

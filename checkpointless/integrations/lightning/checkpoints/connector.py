@@ -138,7 +138,6 @@ def _exists(exists: Callable[..., bool], again: Collection[str], path: Any, trai
 
 
 def _cannot_be_loaded(path: Path, error: Exception) -> str:
-    """Return which checkpoint could not be fallen back to, and which others are there."""
     path = path.parent if path.name == _WEIGHTS else path
     others = [each for each in path.parent.glob("*") if each != path and (each.is_dir() or each.suffix == ".ckpt")]
     newest = max(others, key=lambda each: each.stat().st_mtime, default=None)

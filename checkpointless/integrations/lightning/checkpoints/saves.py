@@ -187,7 +187,6 @@ Replaced = dict[str, Any]
 
 
 def _books_of(callback: LightningModelCheckpoint) -> dict[str, Any]:
-    """Return a copy of all that ``callback`` knows, to put it back with ``vars(callback).update(books)``."""
     return {
         name: copy.copy(value) if isinstance(value, list | dict) else value
         for name, value in vars(callback).items()
@@ -195,7 +194,6 @@ def _books_of(callback: LightningModelCheckpoint) -> dict[str, Any]:
 
 
 def _replaced(callback: LightningModelCheckpoint, books: Mapping[str, Any]) -> Replaced:
-    """Return what a save of ``callback`` has replaced since its books were ``books``."""
     models = books["best_k_models"].items()
     gone = {path: float(score) for path, score in models if path not in callback.best_k_models}
     return {"models": gone, "best": str(books["best_model_path"]), "last": str(books["last_model_path"])}
@@ -574,7 +572,6 @@ class Saves:
         )
 
     def _words(self, resumed_at: tuple[int, SnapshotPoint] | None, is_first: bool) -> dict[str, _Word]:
-        """Return what this rank says of its saves, by path, after the ranks were brought to ``resumed_at``."""
         pending = {call.idx for call in self.pending}
         said = {f"save {number}": _Word(number, False, _PENDING, {}) for number in pending}  # not made in a fit
         for each in self._made:
@@ -713,7 +710,6 @@ def _note_end(save: _Save, calls: Iterable[Any]) -> None:
 
 
 def _drop(callback: Any, removal: list[str]) -> None:
-    """Drop one of a callback's lists of what the ends of its saves remove."""
     removals = callback.deferred_ckpts_to_remove
     removals[:] = [each for each in removals if each is not removal]
 

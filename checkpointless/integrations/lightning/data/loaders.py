@@ -146,7 +146,6 @@ class _SamplerState:
                 setattr(owner, name, states[key])
 
     def _kept(self) -> Iterator[tuple[str, object, str, Any]]:
-        """Yield the key, the owner, the name and the value of each attribute that is kept."""
         for number, owner in enumerate(self._owners):
             counts = number > 0 and not _is_of_a_library(owner)
             for name, value in getattr(owner, "__dict__", {}).items():
@@ -180,17 +179,14 @@ class _StandIn:
 
 
 def _place_of_sampler(loader: Iterable[object]) -> str:
-    """Return the attribute of ``loader`` that determines its samples."""
     return "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
 
 
 def _sampler_of(loader: Iterable[object]) -> Iterable[object] | None:
-    """Return the batch sampler of ``loader`` if it has one, else its sampler, or None."""
     return getattr(loader, _place_of_sampler(loader), None)
 
 
 def _samplers_of(loader: Iterable[object]) -> list[Any]:
-    """Return the sampler of ``loader`` and those that it takes its items from, also one that Lightning divides."""
     return _samplers_within(_sampler_of(loader))
 
 
@@ -243,7 +239,6 @@ def _ahead_of_steps(loader: object) -> str | None:
 
 
 def _is_megatrons(sampler: object) -> TypeGuard[Any]:
-    """Return whether ``sampler`` is one of Megatron's or NeMo's, which count the samples that were consumed."""
     return hasattr(sampler, "consumed_samples") and hasattr(sampler, "micro_batch_times_data_parallel_size")
 
 
@@ -427,7 +422,6 @@ class _DrawnOrder(_StandIn):
 
 
 def _go_on_counting(fetcher: DataFetcher, position: DataPosition) -> None:
-    """Make the numbering of an epoch's batches continue from where the training stands."""
     combined: Any = fetcher.iterator
     combined._iterator._idx = position.delivered
     if hasattr(fetcher, "_batch_idx"):  # the number of the last batch

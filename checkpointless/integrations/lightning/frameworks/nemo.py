@@ -59,7 +59,6 @@ def _loggers() -> tuple[logging.Logger, ...]:
 
 
 def _log_files() -> set[logging.Handler]:
-    """Return the handlers that NeMo has made and that write to files."""
     known = lightning_logger_patch.HANDLERS.values()
     return {
         handler

@@ -163,7 +163,6 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the data of a tensor's chunk."""
         return self.local_shape if self.flat is None else (self.flat[1] - self.flat[0],)
 
     @property
@@ -225,7 +224,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _name_of(checkpoint_dir: str | os.PathLike[str]) -> str:
-    """Return the name of a checkpoint: its directory (which may be ``weights``) and the one around it."""
     return "/".join(Path(os.path.abspath(checkpoint_dir)).parts[-2:])
 
 
@@ -469,7 +467,6 @@ class _Need(NamedTuple):
 
 
 def _needs_of(everybodys: Sequence[Mapping[str, Parsed]]) -> dict[str, _Need]:
-    """Return what the ranks need, by chunk, from the wishes that each rank has sent."""
     needs: dict[str, _Need] = {}
     for rank, wishes in enumerate(everybodys):
         for id_, nbytes in wishes.items():
@@ -522,7 +519,6 @@ class _Wanted:
             self._id_of[id(leaf)] = chunk.id
 
     def told(self) -> dict[str, Json]:
-        """Return what the other ranks have to know: the bytes of each chunk."""
         return {id_: chunk.nbytes for id_, chunk in self.chunks.items()}
 
     def room(self, id_: str) -> torch.Tensor | None:

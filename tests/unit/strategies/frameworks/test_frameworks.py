@@ -18,7 +18,7 @@ from lightning.pytorch import callbacks as stock
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.lightning.frameworks import nemo
 from checkpointless.integrations.lightning.frameworks.nemo import cache_megatron_datasets
-from checkpointless.integrations.lightning.recoverable_strategy import refuse_unfit
+from checkpointless.integrations.lightning.recoverable_strategy import _refuse_unfit
 
 pytestmark = pytest.mark.nemo
 
@@ -39,20 +39,20 @@ UNFIT: dict[str, Any] = {
 @pytest.mark.parametrize("name", UNFIT)
 def test_what_is_refused_is_named_with_what_to_do(name: str) -> None:
     with pytest.raises(UnrecoverableError, match=f"^{name} .*: "):
-        refuse_unfit([stock.Callback(), UNFIT[name]()])
+        _refuse_unfit([stock.Callback(), UNFIT[name]()])
 
 
 def test_the_averages_of_newer_versions_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type("WeightAveraging", (stock.Callback,), {})
     monkeypatch.setattr(stock, "WeightAveraging", kind, raising=False)
     with pytest.raises(UnrecoverableError, match=r"EMAWeightAveraging exchanges weights in hooks.*AveragedModel"):
-        refuse_unfit([type("EMAWeightAveraging", (kind,), {})()])
+        _refuse_unfit([type("EMAWeightAveraging", (kind,), {})()])
 
 
 def test_every_other_callback_of_lightnings_is_let_pass() -> None:
     others = [getattr(stock, name) for name in stock.__all__ if name not in UNFIT and name != "WeightAveraging"]
     assert len(others) > 10
-    refuse_unfit([object.__new__(each) for each in others if not issubclass(each, _averages())])
+    _refuse_unfit([object.__new__(each) for each in others if not issubclass(each, _averages())])
 
 
 def test_the_documented_table_has_every_callback_and_each_is_run_or_refused() -> None:
