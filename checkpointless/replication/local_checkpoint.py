@@ -40,7 +40,6 @@ from checkpointless.replication.tensor_aware import (
     BasicTensorAwareStateDict,
     TensorAwareStateDict,
     content_of,
-    is_tensor_aware,
     register_form,
     state_of,
 )
@@ -324,7 +323,7 @@ class LocalCheckpointManager:
         """Check and copy what must be before others are needed; return the content, and its state for peers."""
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
-        content = content_of(_plain(state))
+        content = content_of(state)
         content = content.copy() if is_async else content
         return content, None if self.repl_strategy is None else state_of(content)
 
@@ -367,16 +366,9 @@ def _write(store: PartStore, contents: Sequence[tuple[PartId, Content]], holder:
 def _in_place(content: Content) -> Tree:
     """Return the state of a content, a tensor-aware one with its tensors on the devices that they came from."""
     state = state_of(content)
-    if is_tensor_aware(state):
+    if hasattr(state, "restore_tensor_device"):
         state.restore_tensor_device(non_blocking=False)
     return state
-
-
-def _plain(state: Tree) -> Tree:
-    """Return the nested state in ``state``: itself, or its ``state_dict`` (an attribute, or a module's method)."""
-    if isinstance(state, (dict, list, tuple)) or is_tensor_aware(state) or not hasattr(state, "state_dict"):
-        return state
-    return state.state_dict() if callable(state.state_dict) else state.state_dict
 
 
 def _without_copy(save: SaveId, lost: Sequence[int]) -> str:

@@ -166,14 +166,16 @@ def register_form(kind: type, taken_apart: Callable[[Any], Tree], put_together: 
     _forms[_name(kind)] = taken_apart, put_together
 
 
-def is_tensor_aware(state: object) -> bool:
+def _is_tensor_aware(state: object) -> bool:
     """Return whether ``state`` has the interface of :class:`TensorAwareStateDict`, whatever its class."""
     return all(hasattr(type(state), name) for name in ("pop_tensors", "insert_tensors", "tensors", "is_hollow"))
 
 
 def content_of(state: Tree) -> Content:
-    """Take a state apart, referencing its tensors; ``StateTreeError`` if unsafe, hollow or of an unknown class."""
-    if not is_tensor_aware(state):
+    """Take a state, or an object's, apart, which keeps its tensors; ``StateTreeError`` if it cannot be stored."""
+    if not _is_tensor_aware(state):
+        if hasattr(state, "state_dict") and not isinstance(state, (dict, list, tuple)):
+            return content_of(state.state_dict() if callable(state.state_dict) else state.state_dict)
         return Content.of(_plain(state))
     name = _name(type(state))
     form = _form(name)

@@ -46,7 +46,6 @@ from checkpointless.integrations.lightning.data.loaders import (
     TrainingData,
     ValidationData,
     megatron_sampler,
-    samples_per_step,
 )
 from checkpointless.integrations.torch.repeated_steps import repeated_steps
 from checkpointless.launcher.protocol.board import Facts
@@ -436,7 +435,7 @@ class _RecoverableFit:
             if not self._is_resuming:
                 self.keeper.journal.begin(job_step(self._trainer), SnapshotPoint.LOADED)
             manager.attach(self.keeper.journal, step)
-        call.steps.begin_data(samples_per_step(self._trainer))
+        call.steps.begin_data(_samples_per_step(self._trainer))
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:
         """Note that the adapters are in place with their values, unless memory is about to give them the values."""
@@ -494,6 +493,13 @@ class _RecoverableFit:
 # --- Position in the data after a checkpoint on storage -----------------------------------------------------------
 
 
+def _samples_per_step(trainer: pl.Trainer) -> int | None:
+    """Return how many samples the whole job takes per step; None if there is no Megatron sampler, or it varies."""
+    sampler = megatron_sampler(trainer)
+    size = getattr(sampler, "global_batch_size", None)
+    return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
+
+
 class _StoredPosition:
     """The position in the data of a fit that resumes from storage, where no data module or loader has kept it."""
 
@@ -520,7 +526,7 @@ class _StoredPosition:
             return
         if sampler.init_consumed_samples != began_samples:
             return  # the data module has a state_dict
-        size = samples_per_step(trainer)
+        size = _samples_per_step(trainer)
         if size is None or trainer.current_epoch:
             self._begins_anew(step, "the data module has no state_dict")
             return

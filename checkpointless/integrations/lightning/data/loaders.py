@@ -211,13 +211,6 @@ def megatron_sampler(trainer: pl.Trainer) -> MegatronDataSampler | None:
     return sampler if hasattr(sampler, "init_consumed_samples") else None
 
 
-def samples_per_step(trainer: pl.Trainer) -> int | None:
-    """Return how many samples the whole job takes per step; None if there is no Megatron sampler, or it varies."""
-    sampler = megatron_sampler(trainer)
-    size = getattr(sampler, "global_batch_size", None)
-    return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
-
-
 def _ahead_of_steps(loader: object) -> str | None:
     """Return why the position of ``loader`` cannot be restored if Lightning fetches its batches; None: it can."""
     if sized_len(loader) is not None:  # type: ignore[arg-type]
