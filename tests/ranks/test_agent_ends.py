@@ -28,10 +28,10 @@ LOSS = "the loss is not a number"
             "5 successors ended before they entered the block.*rank 1 exited with code 7 before it entered",
         ),
         (
-            ["1:3:0:raise", "2:6:1:SIGKILL"],
+            ["1:3:0:raise", "2:6:1:gate", "2:7:1:SIGKILL"],
             {"max_incidents": 1},
             2,
-            "incident 2 is over the limit of 1: rank 2 killed by SIGKILL at step 6",
+            "incident 2 is over the limit of 1: rank 2 killed by SIGKILL at step 7",
         ),
         (["0:4:0:giveup"], {}, None, "nobody holds shard 3$"),
     ],
@@ -40,7 +40,11 @@ LOSS = "the loss is not a number"
 def test_what_ends_the_job_is_its_last_word(
     tmp_path: Path, faults: list[str], options: dict[str, Any], incidents: int | None, last: str
 ) -> None:
-    ended = Job(tmp_path, "steps.py", *faults, **options).end()
+    job = Job(tmp_path, "steps.py", *faults, **options)
+    if options:
+        wait_until(lambda: job.events("recovered"))
+        (tmp_path / "gate").touch()
+    ended = job.end()
     assert ended.code == 1
     assert re.match(last, ended.err.splitlines()[-1])
     if incidents is not None:
