@@ -75,3 +75,18 @@ def test_who_is_slow_for_longer_than_the_limit_hangs(disturb: Disturb) -> None:
     (incident,) = job.incidents
     assert incident.culprit == 2
     assert incident.respawned == (2,)
+
+
+@pytest.mark.long
+def test_who_is_slow_for_less_than_the_limit_is_not_interrupted(disturb: Disturb) -> None:
+    faults = ("slow@forward:rank=1,step=2,seconds=1.5", "slow@optimizer:rank=1,step=3,seconds=1.5")
+    job = disturb(2, 4, *faults, args=DROPOUT, heartbeat_timeout_s=4.0)
+    assert job.incidents == []
+
+
+@pytest.mark.long
+def test_memory_that_runs_out_during_a_transfer(disturb: Disturb) -> None:
+    faults = ("sigkill@between:rank=0,step=2", "oom@transfer:rank=1,step=2")
+    job = disturb(2, 4, *faults, args=DROPOUT)
+    assert job.incidents[-1].outcome is Outcome.RESUMED
+    assert job.incidents[-1].target == 2

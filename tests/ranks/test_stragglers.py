@@ -56,3 +56,8 @@ def test_it_is_told_once_and_is_over_when_the_rank_is_as_fast_as_others(attempt:
     assert found.step is not None
     assert found.step >= 30
     assert found.lasted_s is not None
+
+
+@pytest.mark.long  # unit/coordinator/test_stragglers.py has the rule
+def test_uneven_work_of_several_roles_is_not_slow(attempt: Attempt) -> None:
+    assert _found(_train(attempt, "uneven")) == []

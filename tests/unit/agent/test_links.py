@@ -13,14 +13,7 @@ from checkpointless.launcher.agent import links
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.links import JoinError, _RefusedError, _RemoteLink
 from checkpointless.launcher.protocol.causes import CauseKind
-from checkpointless.launcher.protocol.messages import (
-    Alive,
-    Discard,
-    End,
-    Progress,
-    RankEnded,
-    Standing,
-)
+from checkpointless.launcher.protocol.messages import Alive, Discard, End, Progress, RankEnded, Standing
 from tests.unit.messaged_job import trouble
 from tests.waiting import wait_until
 

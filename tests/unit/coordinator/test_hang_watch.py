@@ -22,15 +22,7 @@ from checkpointless.launcher.coordinator.hang_watch import (
 )
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.coordinator.job_config import Heartbeat
-from checkpointless.launcher.protocol.messages import (
-    Answer,
-    FaultNotice,
-    Go,
-    Inquire,
-    Kill,
-    Silent,
-    SilentRank,
-)
+from checkpointless.launcher.protocol.messages import Answer, FaultNotice, Go, Inquire, Kill, Silent, SilentRank
 from checkpointless.system.process_tree import ProcessState
 from tests.drawn import examples
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job

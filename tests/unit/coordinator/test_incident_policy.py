@@ -4,10 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.incident_policy import (
-    NO_PROGRESS_LIMIT,
-    History,
-)
+from checkpointless.launcher.coordinator.incident_policy import NO_PROGRESS_LIMIT, History
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exception_cause, exit_cause
 
 CAUSES = st.builds(

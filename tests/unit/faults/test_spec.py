@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.faults.spec import (
-    SETUP_PHASES,
-    FaultKind,
-    FaultSpec,
-    FaultSpecError,
-    parse,
-    parse_all,
-)
+from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultSpec, FaultSpecError, parse, parse_all
 
 
 @st.composite

@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import kit
-from tests.gpu.kit import (
-    ROOT,
-    name_of,
-    requirements,
-)
+from tests.gpu.kit import ROOT, name_of, requirements
 from tests.wheel.contents import differing
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text()

@@ -15,13 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.launcher.agent.watch import Watch
 from checkpointless.observability.monitoring.http_status import _StatusHandler
-from checkpointless.observability.monitoring.metrics import (
-    OUTSIDE,
-    STALE_S,
-    JobStatus,
-    RankStatus,
-    Snapshot,
-)
+from checkpointless.observability.monitoring.metrics import OUTSIDE, STALE_S, JobStatus, RankStatus, Snapshot
 from checkpointless.observability.telemetry.event_names import EventName
 
 JOB = JobStatus(

@@ -113,6 +113,38 @@ def test_other_weights_that_are_put_back_behind_the_update_are_no_change(
     begin_next(training)
 
 
+def test_rates_that_are_changed_after_the_update_are_refused(train: Callable[..., PlainTraining]) -> None:
+    """A scheduler that is given steps with the update; a loop that steps it as well steps it twice."""
+    training = train(1)
+    make_update(training, 1)
+    begin_next(training)
+    training._tensors.optimizers[0].param_groups[0]["lr"] *= 0.5
+    with pytest.raises(UnrecoverableError, match=r"learning rates were changed between update\(\) of step 1"):
+        begin_next(training)
+    make_update(training, 2)  # in a step they may be changed
+    begin_next(training)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_weights_that_are_changed_beside_an_update_are_refused(
+    train: Callable[..., PlainTraining], is_counted: bool
+) -> None:
+    """A parameter of which one element is changed, as where the norms of rows are bounded."""
+    training = train(1)
+    weight = _taken_behind_the_first_update(training)
+    with torch.no_grad():
+        (weight if is_counted else weight.data)[1, 1] = 7.0
+    with pytest.raises(UnrecoverableError, match=r"parameter weight is changed between update\(\)"):
+        begin_next(training)
+    training._updated = 0  # the step has begun with these
+    begin_next(training)
+    training._refuse_early("in a step before its update()")
+    with torch.no_grad():
+        (weight if is_counted else weight.data)[1, 1] = 8.0
+    with pytest.raises(UnrecoverableError, match=r"parameter weight is changed in a step before"):
+        training._refuse_early("in a step before its update()")
+
+
 def test_a_scheduler_that_is_not_given_is_noticed() -> None:
     def optimizer() -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)

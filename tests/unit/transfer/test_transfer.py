@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.state.serialization.digest import PendingDigests, _digest_bytes
+from checkpointless.transfer import exchange
 from checkpointless.transfer import transfer as staging
 from checkpointless.transfer import transfer as window_module
 from checkpointless.transfer.exchange import Message
@@ -224,3 +225,11 @@ def test_eight_are_under_way_each_alone_or_in_two_groups(ahead: bool, per_group:
     assert {len(group) for group in rank.groups[:-1]} == {2 * per_group}
     assert rank.most == IN_FLIGHT
     assert not rank.under_way
+
+
+@pytest.mark.parametrize("length", [0, -1, exchange.MAX_MESSAGE_BYTES + 1, 1 << 40])
+def test_no_announced_length_is_believed(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(exchange, "wire_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(exchange, "receive", lambda tensor, source: tensor.fill_(length))
+    with pytest.raises(ValueError, match=f"announced a message of {length} bytes"):
+        exchange.receive_bytes(0)

@@ -7,14 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from checkpointless.launcher.protocol.messages import (
-    DeviceBad,
-    Kill,
-    NodeMessage,
-    RankEnded,
-    RankState,
-    Spawn,
-)
+from checkpointless.launcher.protocol.messages import DeviceBad, Kill, NodeMessage, RankEnded, RankState, Spawn
 from checkpointless.system.process_tree import ProcessLook
 from tests.unit.agent.commanded_node import CommandedNode
 from tests.waiting import wait_until

@@ -81,6 +81,17 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.parametrize("at", ["middle", "end"])
+def test_what_is_damaged_is_not_used(folder: Path, at: str, caplog: pytest.LogCaptureFixture) -> None:
+    hand_over(Snapshot(held()), RankLocalState(0), 7)
+    (part,) = folder.glob("rank-*/*")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2 if at == "middle" else -1] ^= 1
+    part.write_bytes(content)
+    assert take_over(RankLocalState(0)) is None
+    assert "handed over cannot be used" in caplog.text
+
+
 @pytest.mark.parametrize("where", ["folder", "container"])
 def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "folder":

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery import (
-    CheckpointManager,
-    LocalDirectory,
-    NeighborMemory,
-    SharedDirectory,
-)
+from checkpointless.recovery import CheckpointManager, LocalDirectory, NeighborMemory, SharedDirectory
 from checkpointless.replication import DirectoryStore
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from checkpointless.replication.tiers import TIERS, Copies, _Lineage, make_tiers

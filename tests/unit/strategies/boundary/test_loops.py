@@ -14,12 +14,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loops import _TrainingEpochLoop
+from lightning.pytorch.plugins import Precision
 
 from checkpointless.integrations.lightning.boundary.loops import make_resumable
-from checkpointless.integrations.lightning.boundary.step_keeper import (
-    _load_again,
-    take_state,
-)
+from checkpointless.integrations.lightning.boundary.step_keeper import _load_again, _of_save_hooks, take_state
 from checkpointless.state.port import SnapshotPoint
 
 pytestmark = pytest.mark.nemo
@@ -257,3 +255,38 @@ def test_a_checkpoint_has_what_callbacks_and_schedulers_had_when_it_was_taken() 
     assert checkpoint["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"] == 2
     assert (checkpoint["epoch"], checkpoint["global_step"]) == (2, 6)
     assert (checkpoint["state_dict"], checkpoint["optimizer_states"]) == ({}, [])
+
+
+class Adds:
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = 1
+
+
+class AddingModule(Adds, pl.LightningModule): ...
+
+
+class AddingData(Adds, pl.LightningDataModule): ...
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "found"),
+    [
+        (AddingModule(), None, {"added": 1}),
+        (AddingModule(), AddingData(), {"added": 1}),
+        (pl.LightningModule(), AddingData(), {}),
+        (pl.LightningModule(), pl.LightningDataModule(), {}),
+    ],
+    ids=["module", "both", "data", "nobody"],
+)
+def test_of_a_checkpoint_what_save_hooks_have_added_is_known(module: Any, data: Any, found: dict[str, Any]) -> None:
+    """Lightning's own parts are none of theirs, nor the states of precision plugin and data module.
+
+    Of a data module, Lightning asks ``state_dict`` alone, so that a method of such a name means nothing.
+    """
+    trainer: Any = SimpleNamespace(
+        lightning_module=module, datamodule=data, callbacks=[pl.Callback()], precision_plugin=Precision()
+    )
+    parts = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states", "loops")
+    own = ("callbacks", "lr_schedulers", "Precision", type(data).__qualname__)
+    checkpoint = {**dict.fromkeys((*parts, *own), 0), "added": 1}
+    assert _of_save_hooks(trainer, checkpoint) == found
