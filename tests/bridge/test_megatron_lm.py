@@ -45,9 +45,7 @@ def logged(job: Job) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param("", marks=pytest.mark.long), "--tensor-model-parallel-size 2"],
-    ids=["dp4", "tp2-dp2"],
+    "layout", [pytest.param("", marks=pytest.mark.long), "--tensor-model-parallel-size 2"], ids=["dp4", "tp2-dp2"]
 )
 def test_every_phase(train: Train, layout: str, kind: str) -> None:
     train(2 * len(PHASES) + 1, f"--eval-interval 3 {layout}", *faults_in(PHASES, kind, 4))

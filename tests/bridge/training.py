@@ -242,10 +242,7 @@ def configuration() -> bridge.ConfigContainer:
         logger=bridge.LoggerConfig(log_interval=number("log", 1)),
         tokenizer=tokenizer(),
         checkpoint=bridge.CheckpointConfig(
-            save=SAVE,
-            load=SAVE,
-            save_interval=2 if SAVE else None,
-            pretrained_checkpoint=ASKED.get("tune") or None,
+            save=SAVE, load=SAVE, save_interval=2 if SAVE else None, pretrained_checkpoint=ASKED.get("tune") or None
         ),
         rng=bridge.RNGConfig(seed=1234),
         dist=bridge.DistributedInitConfig(distributed_backend="gloo"),

@@ -1,10 +1,6 @@
 """Provide overrides of the tiny recipe that several tests share."""
 
-TP2 = (
-    "strategy.tensor_model_parallel_size=2",
-    "data.micro_batch_size=4",
-    "model.config.num_layers=2",
-)
+TP2 = ("strategy.tensor_model_parallel_size=2", "data.micro_batch_size=4", "model.config.num_layers=2")
 PP2 = ("strategy.pipeline_model_parallel_size=2",)
 EP2 = (
     # Megatron-core 0.15 leaves the router's bias uninitialised memory; without biases there is none.

@@ -55,11 +55,7 @@ def bits(tree: Any) -> Any:
 
 
 def play(
-    root: str,
-    calls: Sequence[Sequence[Any]],
-    jump: int | None = 0,
-    factor: int = 2,
-    node_size: int = 2,
+    root: str, calls: Sequence[Sequence[Any]], jump: int | None = 0, factor: int = 2, node_size: int = 2
 ) -> list[dict[str, Any]]:
     """Make calls of a :class:`Player`, with a barrier between two, on nodes of ``node_size`` ranks that each have a
     directory in ``root``. Return what each call returned, or the type and words of what it raised.

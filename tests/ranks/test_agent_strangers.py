@@ -56,15 +56,7 @@ def wrong_token(connection: socket.socket, draws: random.Random) -> None:
     assert answers.read() == "", "the coordinator closes the connection and says no more"
 
 
-KINDS: tuple[Visit, ...] = (
-    says_nothing,
-    noise,
-    endless_line,
-    a_browser,
-    wrong_messages,
-    commands,
-    wrong_token,
-)
+KINDS: tuple[Visit, ...] = (says_nothing, noise, endless_line, a_browser, wrong_messages, commands, wrong_token)
 
 
 def test_a_thousand_strangers_while_training(tmp_path: Path) -> None:

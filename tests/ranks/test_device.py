@@ -58,13 +58,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call
             marks=pytest.mark.long,
         ),
     ],
-    ids=[
-        "in-the-update",
-        "while-communicators-are-made",
-        "hang",
-        "graphs",
-        "tensors-and-pipelines",
-    ],
+    ids=["in-the-update", "while-communicators-are-made", "hang", "graphs", "tensors-and-pipelines"],
 )
 def test_faults_change_no_bit_and_take_nobody_with_them(
     train: Callable[..., Job], layout: tuple[str, ...], faults: tuple[str, ...], replaced: list[tuple[int, ...]]

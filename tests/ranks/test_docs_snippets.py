@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(900)]
 
 SCRIPTS = [
     # The script of HyperPod's documentation, with its imports changed as docs/coming-from-hyperpod.md says.
-    (4, ["exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4"], "hyperpod_documented"),
+    (4, ["exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4"], "hyperpod_documented")
 ]
 
 # Commands that match one of these patterns are parsed only (tests/unit/project/test_readme.py).
@@ -39,10 +39,7 @@ NOT_RUN = {
     r" rehearse ": "six jobs; tests/ranks/test_rehearse.py has such",
 }
 # What trains for as long as its recipe or script says needs fewer steps here; faults come by the seventh.
-FEWER_STEPS = {
-    r" train (?!.*max_steps)": " trainer.max_steps=8",
-    r"examples/train_gpt\.py$": " --steps 8",
-}
+FEWER_STEPS = {r" train (?!.*max_steps)": " trainer.max_steps=8", r"examples/train_gpt\.py$": " --steps 8"}
 # Their commands run in a folder of their own, because they name the same run directories.
 ALONE = {"your-own-job.md"}
 WORKPLACES = {

@@ -18,11 +18,7 @@ from tests.ranks.test_warm import BF16, VPP, require_kept, told, watched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-DROPOUT = (
-    "model.config.hidden_dropout=0.1",
-    "model.config.attention_dropout=0.1",
-    "peft.dropout=0.1",
-)
+DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1", "peft.dropout=0.1")
 
 
 @pytest.fixture(scope="module")

@@ -40,11 +40,7 @@ def test_the_distributed_optimizer_in_every_phase(train: Train, kind: str) -> No
     ids=["tp2-pp2-dp2", "tp2-overlap", "pp2-fp32", "mixed-precision"],
 )
 def test_layouts_and_optimizers(train: Train, ranks: int, layout: str) -> None:
-    faults = (
-        "sigkill@forward:rank=1,step=2",
-        "exception@optimizer:rank=0,step=4",
-        "sigkill@between:rank=1,step=5",
-    )
+    faults = ("sigkill@forward:rank=1,step=2", "exception@optimizer:rank=0,step=4", "sigkill@between:rank=1,step=5")
     train(ranks, 7, layout, *faults)
 
 

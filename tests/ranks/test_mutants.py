@@ -83,11 +83,7 @@ def run(zygote: Zygote, directory: Path, scene: Scene, *defects: str) -> Job:
     ],
 )
 def test_without_a_defect_every_bit_is_the_same(
-    nemo_zygote: Zygote,
-    undisturbed: Callable[..., Steps],
-    tmp_path: Path,
-    scene: Scene,
-    harmless: tuple[str, ...],
+    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, scene: Scene, harmless: tuple[str, ...]
 ) -> None:
     """These are the controls: what the mutants put into the product is made harmless."""
     job = run(nemo_zygote, tmp_path, scene, *harmless)

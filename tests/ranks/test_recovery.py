@@ -159,9 +159,7 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("incidents", "nproc", "layout"),
-    [(4, 2, ()), pytest.param(20, 4, TP2, marks=pytest.mark.long)],
-    ids=[4, 20],
+    ("incidents", "nproc", "layout"), [(4, 2, ()), pytest.param(20, 4, TP2, marks=pytest.mark.long)], ids=[4, 20]
 )
 def test_after_many_incidents_nothing_is_left_behind(
     disturb: Disturb, incidents: int, nproc: int, layout: tuple[str, ...]

@@ -22,9 +22,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     [
         (("exception@backward:rank=2,step=3", "sigkill@before_optimizer:rank=1,step=5"), [(), (1,)]),
         pytest.param(
-            ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"),
-            [(3,), ()],
-            marks=pytest.mark.long,
+            ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"), [(3,), ()], marks=pytest.mark.long
         ),
     ],
     ids=["exception-and-kill", "in-the-update"],

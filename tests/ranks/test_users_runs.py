@@ -91,14 +91,7 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
         ),
         pytest.param(OWN_GENERATOR, ("node@backward:rank=2,step=7",), marks=pytest.mark.long),
     ],
-    ids=[
-        "first-epoch",
-        "second-epoch",
-        "after-a-kill",
-        "after-a-replay",
-        "after-a-recovery",
-        "own-generator",
-    ],
+    ids=["first-epoch", "second-epoch", "after-a-kill", "after-a-replay", "after-a-recovery", "own-generator"],
 )
 def test_what_was_a_lost_nodes_own_is_kept_by_another(
     calm: Calm, tmp_path: Path, run: Run, faults: tuple[str, ...]

@@ -88,8 +88,7 @@ def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tupl
 
 
 @pytest.mark.parametrize(
-    "bf16",
-    [pytest.param(False, id="fp32"), pytest.param(True, id="bf16", marks=pytest.mark.long)],
+    "bf16", [pytest.param(False, id="fp32"), pytest.param(True, id="bf16", marks=pytest.mark.long)]
 )
 def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb, bf16: bool) -> None:
     args = (*DROPOUT, HOOKS, *(BF16 if bf16 else ()))
@@ -102,9 +101,7 @@ def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb, bf1
 
 @pytest.mark.long  # test_megatron_loop.py has modules that a loop changes
 @pytest.mark.parametrize(
-    "kinds",
-    [("exception", "sigkill"), ("sigkill", "exception")],
-    ids=["exception-first", "sigkill-first"],
+    "kinds", [("exception", "sigkill"), ("sigkill", "exception")], ids=["exception-first", "sigkill-first"]
 )
 def test_what_a_hook_changes_of_modules_in_the_middle_belongs_to_the_state(
     disturb: Disturb, kinds: tuple[str, str]
@@ -133,10 +130,7 @@ def test_a_model_that_is_built_anew_through_faults(disturb: Disturb) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("made_by", "kind"),
-    [
-        pytest.param("FirstWeights", "FirstWeights"),
-        ("lambda_of_first_weights", "LambdaCallback"),
-    ],
+    [pytest.param("FirstWeights", "FirstWeights"), ("lambda_of_first_weights", "LambdaCallback")],
 )
 def test_a_callback_that_acts_before_the_restore_finds_a_new_model(
     disturb: Disturb, made_by: str, kind: str

@@ -23,11 +23,7 @@ GROUPED = (*(each for each in EP2 if "grouped_gemm" not in each), "model.config.
 # The stand-in's layers are slow: half of a batch will do.
 SMALL = (*FEW_MICROBATCHES, "data.global_batch_size=8")
 PARTS_OF_SEQUENCES = ("strategy.context_parallel_size=2", "strategy.sequence_parallel=true")
-FAULTS = (
-    "exception@backward:rank=2,step=3",
-    "sigkill@optimizer:rank=1,step=6",
-    "exception@forward:rank=1,step=9",
-)
+FAULTS = ("exception@backward:rank=2,step=3", "sigkill@optimizer:rank=1,step=6", "exception@forward:rank=1,step=9")
 
 
 @pytest.fixture(scope="module")

@@ -131,10 +131,7 @@ def main(caller: HPCallWrapper) -> None:
     MegatronTraining.prepare()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(
-        TP,
-        PP,
-        expert_model_parallel_size=EP,
-        num_distributed_optimizer_instances=INSTANCES if DISTRIBUTED else 1,
+        TP, PP, expert_model_parallel_size=EP, num_distributed_optimizer_instances=INSTANCES if DISTRIBUTED else 1
     )
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)

@@ -87,11 +87,7 @@ CASES = (
     Case(
         "own buffers of Megatron's",
         OWN,
-        (
-            "exception@optimizer:rank=1,step=3",
-            "sigkill@optimizer:rank=2,step=4",
-            "sigkill@forward:rank=3,step=6",
-        ),
+        ("exception@optimizer:rank=1,step=3", "sigkill@optimizer:rank=2,step=4", "sigkill@forward:rank=3,step=6"),
         is_long=True,
     ),
     # 6, 7, 16: callbacks' state is that of the step, also what hooks in pairs keep; folders
@@ -118,11 +114,7 @@ CASES = (
     Case(
         "a monitored checkpoint in NeMo's folder",
         MONITORED,
-        (
-            "exception@forward:rank=1,step=4",
-            "exception@between:rank=1,step=4",
-            "sigkill@forward:rank=0,step=6",
-        ),
+        ("exception@forward:rank=1,step=4", "exception@between:rank=1,step=4", "sigkill@forward:rank=0,step=6"),
         is_long=True,
     ),
     Case(
@@ -172,11 +164,7 @@ CASES = (
     Case(
         "in the second fit",
         SHORT_LONG,
-        (
-            "exception@sync:rank=0,step=5",
-            "exception@forward:rank=1,step=6",
-            "sigkill@forward:rank=0,step=8",
-        ),
+        ("exception@sync:rank=0,step=5", "exception@forward:rank=1,step=6", "sigkill@forward:rank=0,step=8"),
         apart=CALLED_AGAIN,
         is_long=True,
     ),

@@ -246,11 +246,7 @@ def test_a_run_in_which_a_fault_did_not_happen_fails(
         ({}, [], ((), 30.0)),
         ({}, ["--device-check", "sh -c 'exit 1'"], (("sh", "-c", "exit 1"), 30.0)),
         ({CHECK: "true", LIMIT: "7"}, [], (("true",), 7.0)),
-        (
-            {CHECK: "false", LIMIT: "7"},
-            ["--device-check", "true", "--device-check-timeout", "9"],
-            (("true",), 9.0),
-        ),
+        ({CHECK: "false", LIMIT: "7"}, ["--device-check", "true", "--device-check-timeout", "9"], (("true",), 9.0)),
         ({CHECK: "true"}, ["--device-check", ""], ((), 30.0)),
     ],
 )

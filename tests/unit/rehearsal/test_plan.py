@@ -10,12 +10,7 @@ from checkpointless.observability.telemetry.steps import Recording, StepRecord, 
 from checkpointless.testing.jobs import _linked_folder
 from checkpointless.testing.rehearsal import _Course, _course_of, _draw
 
-OF_UPDATE = {
-    FaultPhase.BEFORE_OPTIMIZER,
-    FaultPhase.OPTIMIZER,
-    FaultPhase.AFTER_OPTIMIZER,
-    FaultPhase.BETWEEN,
-}
+OF_UPDATE = {FaultPhase.BEFORE_OPTIMIZER, FaultPhase.OPTIMIZER, FaultPhase.AFTER_OPTIMIZER, FaultPhase.BETWEEN}
 
 
 def recording(steps: range, *, epoch: int = 0, loop: bool = True, validated: tuple[int, ...] = ()) -> Recording:

@@ -25,10 +25,7 @@ def of_this_training(_: SaveId) -> bool:
 
 
 def test_a_damaged_copy_is_replaced_by_the_next_one_and_then_by_the_next_place() -> None:
-    holdings = [
-        {"memory": [part(5, 0)], "shared": [part(5, 0)]},
-        {"living": [part(5, 1)], "memory": [part(5, 0)]},
-    ]
+    holdings = [{"memory": [part(5, 0)], "shared": [part(5, 0)]}, {"living": [part(5, 1)], "memory": [part(5, 0)]}]
     used: list[Copy] = []
     for expected in (("memory", 0), ("memory", 1), ("shared", 0)):
         copy = choose(holdings, PLACES, of_this_training, used).copies[0]

@@ -56,11 +56,7 @@ def test_the_sizes_of_the_default_budget() -> None:
     assert sorted(sizes) == [small, 2 * small, 8 * 2**20, 16 * 2**20, 16 * 2**20]
 
 
-@given(
-    st.lists(st.integers(0, 50), max_size=9),
-    st.lists(st.integers(0, 50), max_size=9),
-    st.integers(1, 40),
-)
+@given(st.lists(st.integers(0, 50), max_size=9), st.lists(st.integers(0, 50), max_size=9), st.integers(1, 40))
 def test_every_byte_comes_once_in_order_and_those_of_objects_from_the_first_holder(
     shard: list[int], inside: list[int], bucket_bytes: int
 ) -> None:
