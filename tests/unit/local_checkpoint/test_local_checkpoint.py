@@ -167,6 +167,20 @@ def begun(manager: LocalCheckpointManager, tree: Any, iteration: int) -> Writer:
     return Writer(request)
 
 
+def test_training_goes_on_while_a_copy_is_written(
+    manager: LocalCheckpointManager, gate: threading.Event, tmp_path: Path
+) -> None:
+    tree = state(0, 5)
+    work = begun(manager, tree, 5)
+    tree["model"]["layers.0.weight"].add_(1)
+    tree["model"]["strided"].zero_()
+    assert work.is_alive()
+    assert files(tmp_path) == []
+    gate.set()
+    work.wait()
+    assert bits(manager.load()[0]) == bits(state(0, 5))
+
+
 def test_saves_that_are_being_written_are_left_alone_by_others(
     manager: LocalCheckpointManager, gate: threading.Event, tmp_path: Path
 ) -> None:
