@@ -213,19 +213,20 @@ def test_a_directory_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> N
 # --- lanes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_left", [False, True])
-def test_an_error_ends_a_lane_and_is_logged_unless_a_fault_has_ended_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_left: bool
+@pytest.mark.parametrize(("is_left", "fails"), [(False, True), (True, True), (True, False)])
+def test_no_task_of_a_lane_begins_after_an_error_which_is_logged_or_after_it_was_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_left: bool, fails: bool
 ) -> None:
     monkeypatch.setattr(copier, "_LEAVING_S", 0.05)
     lane, begun, go_on, done = _Lane("copying"), threading.Event(), threading.Event(), list[str]()
 
-    def fail() -> None:
+    def first() -> None:
         begun.set()
         go_on.wait(LIMIT_S)
-        raise RuntimeError("a disk is gone")
+        if fails:
+            raise RuntimeError("a disk is gone")
 
-    lane.do(fail)
+    lane.do(first)
     lane.do(lambda: done.append("later"))
     assert begun.wait(LIMIT_S)
     assert not lane.is_idle

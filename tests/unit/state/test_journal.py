@@ -11,7 +11,7 @@ import torch
 from checkpointless.recovery import CheckpointManager
 from checkpointless.state.journal import Captured, FrontEnd, StepBefore, StepJournal, _WeightWatch
 from checkpointless.state.module_tensors import TrainingTensors
-from checkpointless.state.port import UPDATED_BUFFERS, SnapshotPoint
+from checkpointless.state.port import MODEL, UPDATED_BUFFERS, SnapshotPoint
 
 BUFFER = ("model", 0, "running_mean")
 
@@ -115,6 +115,21 @@ def test_a_commit_leaves_what_the_step_changed_and_the_rest_as_it_was_before(
     found = journal.snapshots(1)
     assert [each.objects["count"] for each in found.values()] == [0, 1]
     assert manager.own.kept_at(1, SnapshotPoint.COMMITTED) == {"mine": 1}
+
+
+def test_what_was_taken_is_put_back(journal: StepJournal, state: State, manager: CheckpointManager) -> None:
+    state.norm.eval()
+    state.optimizer.param_groups[0]["lr"] = 0.25
+    journal.reached(2, SnapshotPoint.CHECKED)
+    other, objects = State(), journal.objects()
+    fresh = StepJournal(other, manager, Counting())
+    fresh.restore(2, SnapshotPoint.CHECKED, objects)
+    assert (other.norm.training, other.optimizer.param_groups[0]["lr"]) == (False, 0.25)
+    other.norm.train()
+    next(other.norm.buffers()).fill_(9.0)
+    fresh.put_back()
+    assert (other.norm.training, next(other.norm.buffers()).item()) == (False, 0)
+    assert objects[MODEL]["groups"][0][0]["lr"] == 0.25
 
 
 def test_an_update_is_finished_later_with_the_rates_that_it_was_to_have(journal: StepJournal, state: State) -> None:
