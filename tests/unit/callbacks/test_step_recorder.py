@@ -1,9 +1,8 @@
 """Test what is recorded of a step and of checkpoints, and that nothing follows from aborted collectives."""
 
-from __future__ import annotations
-
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +49,16 @@ def recorded(folder: Path) -> list[str]:
     return [path.read_text() for path in folder.rglob("*.jsonl") if path.read_text()]
 
 
+def require_whole(call: Call, folder: Path, record: Callable[[], object]) -> None:
+    try:
+        record()
+    except RankShouldRestart:
+        assert recorded(folder) == []
+    else:
+        assert not call.is_over
+        assert "whole" in recorded(folder)[0]
+
+
 def test_a_step_is_recorded_if_its_generation_went_on_meanwhile(call: Call, tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(
         global_step=4,
@@ -58,13 +67,10 @@ def test_a_step_is_recorded_if_its_generation_went_on_meanwhile(call: Call, tmp_
         lightning_module=SimpleNamespace(automatic_optimization=False),
     )
     recorder = StepRecorder(StepLog(tmp_path, 0))
-    try:
-        recorder.on_train_batch_end(trainer, pl.LightningModule(), {"loss": 0.5}, None, 0)  # type: ignore[dict-item]
-    except RankShouldRestart:
-        assert recorded(tmp_path) == []
-    else:
-        assert not call.is_over
-        assert "whole" in recorded(tmp_path)[0]
+    outputs: Any = {"loss": 0.5}
+    require_whole(
+        call, tmp_path, lambda: recorder.on_train_batch_end(trainer, pl.LightningModule(), outputs, None, 0)
+    )
 
 
 def test_so_is_one_of_a_loop_of_ones_own(call: Call, tmp_path: Path) -> None:
@@ -74,13 +80,7 @@ def test_so_is_one_of_a_loop_of_ones_own(call: Call, tmp_path: Path) -> None:
     loop: Any = SimpleNamespace(
         _log=StepLog(tmp_path, 0), _call=call, step=4, state=state, _manager=manager, _epoch=lambda: 0
     )
-    try:
-        JournaledTraining._record(loop, 0.5)
-    except RankShouldRestart:
-        assert recorded(tmp_path) == []
-    else:
-        assert not call.is_over
-        assert "whole" in recorded(tmp_path)[0]
+    require_whole(call, tmp_path, lambda: JournaledTraining._record(loop, 0.5))
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None:

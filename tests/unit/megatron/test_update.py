@@ -1,7 +1,5 @@
 """Test which of Megatron's optimizers and precisions the guarded update refuses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -67,6 +65,25 @@ def test_what_cannot_be_guarded_is_refused_with_what_to_set(optimizer: Optimizer
     tensors: Any = SimpleNamespace(optimizer=optimizer, modules=[])
     with pytest.raises(UnrecoverableError, match=says):
         GuardedUpdate(tensors, UpdateGuard(tensors, tensors))
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_step_that_is_skipped_is_committed_and_not_applied(overflows: bool) -> None:
+    optimizer, done = Optimizer(), list[str]()
+    vars(optimizer)["prepare_grads"] = lambda: overflows
+
+    def guarded(make: Callable[[], bool]) -> bool:
+        done.extend(("committed",) if make() else ())
+        return True
+
+    def apply() -> bool:
+        done.append("applied")
+        return True
+
+    tensors: Any = SimpleNamespace(optimizer=optimizer, modules=[], apply=apply, gather=lambda late: None)
+    update = GuardedUpdate(tensors, guarded)  # type: ignore[arg-type]
+    assert update.prepare_grads() or update()
+    assert done == (["committed"] if overflows else ["applied", "committed"])
 
 
 def test_a_precision_that_cannot_be_recovered_is_refused() -> None:

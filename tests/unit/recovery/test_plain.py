@@ -1,7 +1,5 @@
 """What the first update of a loop shows of its optimizer, and what counts as a change of its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies of one generation: what its threads still do after a fault spoils nothing of the next generation's."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The journal of a rank's steps: what it captures, in which order, and what it gives back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Buckets cover every byte once and are never too large, and groups of messages never wait in a circle."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field

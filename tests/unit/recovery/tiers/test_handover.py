@@ -1,7 +1,5 @@
 """Test what a process hands to its successor: it comes back whole, is private, and is written only if it fits."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test that Lightning's loops go on where they stood, and that what is taken of a trainer is what it had then."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
