@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -42,15 +43,11 @@ STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 
 
 def test_compose_runs_all_and_raises_the_first() -> None:
-    calls: list[str] = []
-
-    def failing(state: HPState) -> None:
-        calls.append("failing")
-        raise KeyError("first")
-
+    calls = Mock()
+    calls.failing.side_effect = KeyError("first")
     with pytest.raises(KeyError, match="first"):
-        Compose(lambda state: calls.append("last"), failing)(STATE)
-    assert calls == ["failing", "last"], "from the last to the first"
+        Compose(calls.last, calls.failing)(STATE)
+    assert calls.mock_calls == [call.failing(STATE), call.last(STATE)], "from the last to the first"
 
 
 def test_compose_gives_each_what_it_takes() -> None:
@@ -82,15 +79,11 @@ def test_override_replaces_one_kind() -> None:
 def order_of(wrapper: HPWrapper) -> list[type]:
     ran: list[type] = []
 
-    class Note:
-        def __init__(self, kind: type) -> None:
-            self.kind = kind
-
-        def __call__(self, state: HPState) -> None:
-            ran.append(self.kind)
+    def note(kind: type) -> Callable[[HPState], None]:
+        return lambda state: ran.append(kind)
 
     composed: Any = wrapper.abort
-    Compose(*(Note(type(each)) for each in composed.instances))(STATE)
+    Compose(*(note(type(each)) for each in composed.instances))(STATE)
     return ran
 
 
@@ -115,17 +108,13 @@ def test_what_transformer_engine_keeps_is_dropped_once_the_block_is_left(
     """Stand-ins have the globals of TransformerEngine 1.x and 2.x, which is not there without a GPU."""
     resets: list[str] = []
 
-    class Manager:
-        @classmethod
-        def reset(cls) -> None:
-            resets.append("fp8")
-
     def destroy_ub() -> None:
         base._ub_communicators = None
         resets.append("ub")
 
     monkeypatch.delitem(sys.modules, "transformer_engine.pytorch.quantization", raising=False)
-    module(monkeypatch, f"transformer_engine.pytorch.{fp8_module}", FP8GlobalStateManager=Manager)
+    manager = types.SimpleNamespace(reset=lambda: resets.append("fp8"))
+    module(monkeypatch, f"transformer_engine.pytorch.{fp8_module}", FP8GlobalStateManager=manager)
     base = module(
         monkeypatch,
         "transformer_engine.pytorch.module.base",
@@ -209,11 +198,9 @@ def test_victims_are_told_from_culprits() -> None:
     gloo = RuntimeError(
         "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
     )
-    assert is_victim(gloo)
-    assert not is_victim(RuntimeError("index out of range"))
-    with pytest.raises(ValueError) as caught:
-        raise ValueError("outer") from gloo
-    assert is_victim(caught.value)
+    caused = ValueError("outer")
+    caused.__cause__ = gloo
+    assert [is_victim(each) for each in (gloo, RuntimeError("index out of range"), caused)] == [True, False, True]
 
 
 _SLOW_MODULE = """
@@ -353,21 +340,15 @@ def test_the_trainer_of_a_clean_up_can_be_assigned_as_documented_and_is_not_kept
 # --- Which device is checked, and what is said of one that does not answer ----------------------------------------
 
 
-class Cuda:
-    """Stands in for CUDA with a number of devices, of which the second is the current one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
-        self.asked: list[torch.device | None] = []
-        self.work: Callable[[], object] = lambda: None
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: min(1, devices - 1))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-
-    def synchronize(self, device: torch.device | None = None) -> None:
-        self.asked.append(device)
-        self.work()
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stand in for CUDA with eight devices, of which the second is the current one."""
+    made = Mock()
+    made.is_initialized.return_value = True
+    made.device_count.return_value, made.current_device.return_value = 8, 1
+    for name in ("is_initialized", "device_count", "current_device", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+    return made
 
 
 @pytest.mark.parametrize(
@@ -376,19 +357,19 @@ class Cuda:
     ids=["its own of several", "no launcher", "the only one that it sees", "an empty variable"],
 )
 def test_the_device_of_this_rank_is_checked(
-    devices: int, local_rank: str | None, checked: str, monkeypatch: pytest.MonkeyPatch
+    devices: int, local_rank: str | None, checked: str, cuda: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = Cuda(monkeypatch, devices)
+    cuda.device_count.return_value, cuda.current_device.return_value = devices, min(1, devices - 1)
     monkeypatch.setenv("LOCAL_RANK", local_rank or "")
     if local_rank is None:
         monkeypatch.delenv("LOCAL_RANK")
     CudaHealthCheck()(STATE)
-    assert cuda.asked == [torch.device(checked)]
+    cuda.synchronize.assert_called_once_with(torch.device(checked))
 
 
-def test_a_device_that_does_not_answer_fails_the_check_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, never = Cuda(monkeypatch, 8), threading.Event()
-    cuda.work = never.wait
+def test_a_device_that_does_not_answer_fails_the_check_in_time(cuda: Mock) -> None:
+    never = threading.Event()
+    cuda.synchronize.side_effect = lambda device: never.wait()
     try:
         with pytest.raises(TimeoutError, match="did not synchronize within 0 s"):
             CudaHealthCheck(0.05)(STATE)
@@ -396,22 +377,16 @@ def test_a_device_that_does_not_answer_fails_the_check_in_time(monkeypatch: pyte
         never.set()
 
 
-def test_an_error_that_sticks_to_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch, 8)
-
-    def fail() -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    cuda.work = fail
+def test_an_error_that_sticks_to_the_device_is_told(cuda: Mock) -> None:
+    cuda.synchronize.side_effect = RuntimeError("CUDA error: device-side assert triggered")
     with pytest.raises(RuntimeError, match=r"is not healthy: .*device-side assert"):
         CudaHealthCheck()(STATE)
     with pytest.raises(RuntimeError, match="device-side assert"):
         wait_for_device()
 
 
-def test_a_process_that_has_not_used_cuda_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch, 8)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+def test_a_process_that_has_not_used_cuda_is_not_checked(cuda: Mock) -> None:
+    cuda.is_initialized.return_value = False
     CudaHealthCheck()(STATE)
     wait_for_device()
-    assert cuda.asked == []
+    assert not cuda.synchronize.called

@@ -68,25 +68,30 @@ class Yields:
         threading.Lock().acquire()
 
 
+def opened(buffering: int = 0) -> object:
+    """Return a file that is left to be torn down."""
+    return open("/dev/null", "wb", buffering=buffering)
+
+
 def returns() -> int:
-    each = [Yields(), open("/dev/null", "wb"), open("/dev/null", "wb", buffering=0)]  # noqa: SIM115 - to be torn down
+    each = [Yields(), opened(-1), opened()]
     return len(each)
 
 
 def raises() -> None:
-    each = [open("/dev/null", "wb"), Yields(), iter([open("/dev/null", "wb")])]  # noqa: SIM115
+    each = [opened(-1), Yields(), iter([opened(-1)])]
     raise ValueError(len(each))
 
 
 def waits() -> None:
-    each = [Yields(), open("/dev/null", "wb", buffering=0)]  # noqa: SIM115
+    each = [Yields(), opened()]
     while True:
         time.sleep(0)
         len(each)
 
 
 def tears_down_deeply(depth: int = 4) -> None:
-    each = open("/dev/null", "wb", buffering=0)  # noqa: SIM115
+    each = opened()
     if depth:
         return tears_down_deeply(depth - 1)
     time.sleep(0)
@@ -96,8 +101,9 @@ def tears_down_deeply(depth: int = 4) -> None:
 BLOCKS: tuple[Callable[[], object], ...] = (returns, raises, tears_down_deeply, waits)
 
 
-def leave_blocks_under_fire(blocks: int) -> tuple[int, int]:
-    """Leave so many blocks while a thread interrupts all the time."""
+@pytest.mark.slow
+def test_no_interruption_comes_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # thousands are raised and swallowed in destructors
     interrupted = stray = left = 0
     over = threading.Event()
     switch_s = sys.getswitchinterval()
@@ -112,7 +118,7 @@ def leave_blocks_under_fire(blocks: int) -> tuple[int, int]:
         sys.setswitchinterval(5e-6)
         shooter.start()
         try:
-            while left < blocks:
+            while left < 3_000:
                 try:
                     _, error = call.launch(BLOCKS[left % len(BLOCKS)])
                     interrupted += isinstance(error, RankShouldRestart)
@@ -133,19 +139,6 @@ def leave_blocks_under_fire(blocks: int) -> tuple[int, int]:
                     break
                 except RankShouldRestart:
                     stray += 1
-    return interrupted, stray
-
-
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report no error of a destructor: thousands are raised and swallowed here."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quiet")
-def test_no_interruption_comes_after_the_block() -> None:
-    interrupted, stray = leave_blocks_under_fire(3_000)
     assert stray == 0
     assert interrupted >= 750, "whoever waits for ever was interrupted"
 
@@ -197,8 +190,7 @@ def deliver(at: Callable[[int, FrameType], bool], block: Callable[[], str]) -> t
             return None
         if frame.f_code in (trace.__code__, at.__code__, is_outside.__code__):
             return None
-        active = active_call_wrapper()
-        if active is not None and not calls:
+        if not calls and (active := active_call_wrapper()) is not None:
             calls.append(active)
         frame.f_trace_opcodes = True
         if event == "opcode" and calls:
@@ -263,8 +255,7 @@ def test_an_interruption_at_every_instruction_outside_of_the_block_changes_nothi
         return is_outside(frame)
 
     result, agent, passed = deliver(everywhere, fails_once())
-    assert result == "done"
-    assert agent.heard == [Hello, FaultReport, Barrier, Done]
+    assert (result, agent.heard) == ("done", [Hello, FaultReport, Barrier, Done])
     assert functions >= {"run", "launch", "handle_fn_exception", "restart", "forget_frames", "initialize_barrier"}
     assert functions >= {"destroy", "abort", "shutdown", "uninstall", "wait_finish_or_fault"}
     assert passed > 1000
@@ -291,8 +282,8 @@ def test_whichever_instruction_of_the_block_is_interrupted_it_is_entered_again()
             return due
 
         result, agent, _ = deliver(here, fails_once())
-        assert result == "done", f"instruction {number}"
-        assert agent.heard[:1] + agent.heard[-2:] == [Hello, Barrier, Done], f"instruction {number}"
+        found = [result, *agent.heard[:1], *agent.heard[-2:]]
+        assert found == ["done", Hello, Barrier, Done], f"instruction {number}"
     assert hit > 50
 
 
@@ -316,9 +307,8 @@ def test_an_interruption_from_the_keyboard_ends_the_process_and_leaves_nothing()
     with pytest.raises(KeyboardInterrupt):
         HPWrapper(hp_api_factory=lambda: agent)(block)()
     assert agent.heard == [Hello]
-    assert signal.getsignal(signal.SIGINT) == before
+    assert (signal.getsignal(signal.SIGINT), active_call_wrapper()) == (before, None)
     assert set(threading.enumerate()) <= threads  # those of earlier tests may end meanwhile
-    assert active_call_wrapper() is None
 
 
 @pytest.mark.parametrize("file", fault_responder._OWNERLESS)
@@ -407,15 +397,20 @@ def test_a_fault_that_is_handled_late_does_not_reach_into_the_next_generation() 
         return "done"
 
     assert wrapper_of(agent)(block)() == "done"
-    assert errors == []
-    assert updates == list(range(20))
+    assert (errors, updates) == ([], list(range(20)))
 
 
 # --- Pipes and files are closed all the same ----------------------------------------------------------------------
 
 
 class Owner:
-    """Can be referred to weakly."""
+    """Can be referred to weakly, and does something in its destructor."""
+
+    def __init__(self, end: Callable[[], object] = int) -> None:
+        self.end = end
+
+    def __del__(self) -> None:
+        self.end()
 
 
 def leave_while(body: Callable[[], object], limit_s: float = 20, since: Callable[[], bool] = lambda: True) -> None:
@@ -457,10 +452,6 @@ def slow_to_close() -> tuple[int, socket.socket]:
     return sender.detach(), receiver
 
 
-def is_open(descriptor: int) -> bool:
-    return os.path.exists(f"/proc/self/fd/{descriptor}")
-
-
 def test_both_pipes_of_a_worker_are_closed() -> None:
     first, receiver = slow_to_close()
     second, writer = os.pipe()
@@ -469,21 +460,18 @@ def test_both_pipes_of_a_worker_are_closed() -> None:
     with receiver:
         leave_while(owners.clear)
     os.close(writer)
-    assert not is_open(first)
-    assert not is_open(second)
+    assert not any(os.path.exists(f"/proc/self/fd/{each}") for each in (first, second))
 
 
 def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
     ended = []
 
-    class Slow:
-        def __del__(self) -> None:
-            for _ in range(40):
-                time.sleep(0.005)
-            ended.append(True)
+    def end() -> None:
+        for _ in range(40):
+            time.sleep(0.005)
+        ended.append(True)
 
-    slow = [Slow()]
-    leave_while(slow.clear)
+    leave_while([Owner(end)].clear)
     assert ended
 
 
@@ -491,10 +479,8 @@ def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
 def test_a_destructor_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_responder, "_CLEANING_S", 0.2)
 
-    class Endless:
-        def __del__(self) -> None:
-            while True:
-                time.sleep(0.005)
+    def never_end() -> None:
+        while True:
+            time.sleep(0.005)
 
-    endless = [Endless()]
-    leave_while(endless.clear)
+    leave_while([Owner(never_end)].clear)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, PropertyMock, patch
 
 import pytest
 
@@ -29,20 +30,7 @@ from torch.distributed.checkpoint import CheckpointException
 from checkpointless.inprocess import StateLostError, UnrecoverableError
 from checkpointless.integrations.lightning.checkpoints import saves
 from checkpointless.integrations.lightning.checkpoints.connector import CheckpointlessCompatibleConnector
-from checkpointless.integrations.lightning.checkpoints.saves import (
-    Saves,
-    _books_of,
-    _fate,
-    _noting,
-    _replaced,
-    _report_separately,
-    _reset_reports,
-    _SaveFailed,
-    _undo,
-    _Word,
-    _write_buckets,
-    remove_whole,
-)
+from checkpointless.integrations.lightning.checkpoints.saves import Saves, _books_of, _SaveFailed, _undo, _Word
 from checkpointless.state.port import SnapshotPoint
 
 pytestmark = pytest.mark.nemo
@@ -51,6 +39,9 @@ pytestmark = pytest.mark.nemo
 @pytest.fixture(autouse=True)
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
+
+
+END = "Megatron's end"
 
 
 class Job:
@@ -75,8 +66,7 @@ class Job:
             if self.at_once:
                 return
             self.queue.call_idx += 1
-            fns = [lambda: self.did.append("Megatron's end"), *([end] if end is not None else [])]
-            request = SimpleNamespace(finalize_fns=fns)
+            request = SimpleNamespace(finalize_fns=[lambda: self.did.append(END), *([end] if end else [])])
             caller = SimpleNamespace(process=None)
             self.queue.async_calls.append(
                 SimpleNamespace(idx=self.queue.call_idx, async_caller=caller, async_request=request)
@@ -101,54 +91,55 @@ class Job:
         self.saves.keep_pending(self.strategy.checkpoint_io)
         self.begin()
 
+    def begin_end(self) -> None:
+        """Do Megatron's first act at the end of a save, which then fails, or is interrupted."""
+        self.queue.async_calls.popleft()
 
-@pytest.mark.parametrize("finish", ["again", None])
-def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now(finish: str | None) -> None:
-    job = Job()
-    job.save("/c/a", 10, None if finish is None else "before")
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+@pytest.mark.parametrize(
+    ("before", "again", "is_interrupted", "did"),
+    [
+        ("before", "again", False, ["made", END, "again"]),
+        (None, None, False, ["made", END]),
+        ("before", "again", True, ["made", "made", END, "again"]),
+    ],
+)
+def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now_and_made_again_if_its_end_was_interrupted(
+    job: Job, before: str | None, again: str | None, is_interrupted: bool, did: list[str]
+) -> None:
+    job.save("/c/a", 10, before)
+    if is_interrupted:
+        job.begin_end()
     job.fault(10)
-    job.save("/c/a", 10, finish)
+    job.save("/c/a", 10, again)
     job.finish()
-    assert job.did == ["made", "Megatron's end", *([finish] if finish else [])]
+    assert job.did == did
 
 
-def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(value: object) -> list[object]:
-        raise RuntimeError("aborted")
-
-    job = Job()
+def test_a_fault_while_the_ranks_agree_forgets_no_save(job: Job) -> None:
     job.save("/c/a", 10, "before")
-    with monkeypatch.context() as patched:
-        patched.setattr(saves, "all_gather_json", interrupted)
-        with pytest.raises(RuntimeError, match="aborted"):
-            job.fault(10)
+    with patch.object(saves, "all_gather_json", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        job.fault(10)
     job.fault(10)
     job.save("/c/a", 10, "again")
     job.finish()
-    assert job.did == ["made", "Megatron's end", "again"]
+    assert job.did == ["made", END, "again"]
 
 
-def test_a_save_whose_end_was_interrupted_is_made_again() -> None:
-    job = Job()
-    job.save("/c/a", 10, "before")
-    job.queue.async_calls.popleft()  # this is Megatron's first act, and then the fault comes
-    job.fault(10)
-    job.save("/c/a", 10, "again")
-    job.finish()
-    assert job.did == ["made", "made", "Megatron's end", "again"]
-
-
-def test_a_save_that_was_ended_is_not_made_again(tmp_path: Path) -> None:
-    job, path = Job(), tmp_path / "a"
-    path.mkdir()
-    job.save(str(path), 10, "before")
+def test_a_save_that_was_ended_is_not_made_again(job: Job, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    job.save(path, 10, "before")
     job.finish()
     job.fault(10)
-    job.save(str(path), 10, "again")
-    assert job.did == ["made", "Megatron's end", "before"], "not before the callback has said what goes with it"
+    job.save(path, 10, "again")
+    assert job.did == ["made", END, "before"], "not before the callback has said what goes with it"
     job.finish()
-    assert job.did == ["made", "Megatron's end", "before", "again"]
-    assert job.queue.call_idx == 0
+    assert (job.did, job.queue.call_idx) == (["made", END, "before", "again"], 0)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +166,11 @@ def test_what_was_saved_at_once_is_made_again_unless_it_is_there(
     assert job.did == ["made"] * times
 
 
-def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job()
+def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     job.save("/c/a", 10)
-    job.queue.async_calls.popleft()  # its end has begun, and failed
+    job.begin_end()
     assert job.saves.unfinished == ((0, 10, int(SnapshotPoint.COMMITTED), False),)
     job.fault(10, SnapshotPoint.TURNED)
     assert job.saves._lost == [("/c/a", {})]
@@ -187,7 +179,7 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
 
     again = Job()
     again.save("/c/a", 10)
-    again.queue.async_calls.popleft()
+    again.begin_end()
     again.fault(10)
     assert again.saves._lost == []
     again.fault(10)  # another fault comes before it is made again
@@ -195,19 +187,17 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
     assert again.did == ["made", "made"]
 
 
-def test_a_process_that_knows_nothing_of_a_save_ends_it_with_the_others() -> None:
+def test_a_process_that_knows_nothing_of_a_save_ends_it_with_the_others(job: Job) -> None:
     """Where the others have gone through the end of it, it is whole; it ends with them for the callback of now."""
-    job = Job()
     job.saves._again, job.saves._whole, job.saves._resumed_step = {"/c/a"}, {"/c/a": 0}, 10
     job.save("/c/a", 10, "again")
     job.finish()
-    assert job.did == ["again"]
-    assert job.queue.call_idx == 0
+    assert (job.did, job.queue.call_idx) == (["again"], 0)
 
 
-def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> None:
+def test_a_save_that_ended_and_is_still_marked_is_made_again(job: Job, tmp_path: Path) -> None:
     """NeMo passes over an error at the barrier before it removes the mark, and removes what is marked."""
-    job, path = Job(), tmp_path / "a"
+    path = tmp_path / "a"
     path.mkdir()
     job.save(str(path), 10)
     job.finish()
@@ -217,15 +207,10 @@ def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> 
     assert job.did.count("made") == 2
 
 
-def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    job = Job()
-    with monkeypatch.context() as patched:
-        patched.setattr(saves._Save, "finished", property(lambda save: interrupted()))
-        with pytest.raises(KeyboardInterrupt):
-            job.save("/c/a", 10)  # its writer works, and this rank does not know that it has begun it
+def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(job: Job) -> None:
+    interrupted = patch.object(saves._Save, "finished", PropertyMock(side_effect=KeyboardInterrupt))
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        job.save("/c/a", 10)  # its writer works, and this rank does not know that it has begun it
     job.leave()
     assert job.saves.unfinished == ((0, 10, int(SnapshotPoint.COMMITTED), True),)
     job.saves.agree((10, SnapshotPoint.COMMITTED), job.strategy)
@@ -235,7 +220,9 @@ def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch:
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_a_save_that_is_lost_takes_no_other_along_and_stays_if_it_is_whole(tmp_path: Path, is_whole: bool) -> None:
+def test_a_save_that_is_lost_takes_no_other_along_and_stays_if_it_is_whole(
+    job: Job, tmp_path: Path, is_whole: bool
+) -> None:
     """NeMo removes the mark when all ranks have written, and then links the last checkpoint, and waits for all."""
 
     def made(name: str, is_marked: bool) -> str:
@@ -245,40 +232,37 @@ def test_a_save_that_is_lost_takes_no_other_along_and_stays_if_it_is_whole(tmp_p
         return str(tmp_path / name)
 
     lost, pending = made("lost", not is_whole), made("pending", True)
-    job = Job()
     callback = ModelCheckpoint(dirpath=str(tmp_path), monitor="val_loss", save_top_k=2)
     job.strategy.trainer.callbacks = callbacks = [callback]
     job.save(lost, 9)
     job.save(pending, 10)
-    job.queue.async_calls.popleft()  # its end has begun, and failed
+    job.begin_end()
     job.leave()
     job.strategy.trainer.callbacks = callbacks
     job.saves.agree((10, SnapshotPoint.TURNED), job.strategy)
     callback.best_k_models = {lost: torch.tensor(1.0), pending: torch.tensor(2.0)}
     job.saves.forget_lost(callbacks)
-    assert Path(lost).exists() == is_whole
-    assert Path(pending).exists()
+    assert (Path(lost).exists(), Path(pending).exists()) == (is_whole, True)
     assert list(callback.best_k_models) == [pending]
     assert len(job.queue.async_calls) == 1
 
 
 @pytest.mark.parametrize("is_new_process", [False, True])
-def test_what_a_lost_save_was_to_remove_has_its_place_again(tmp_path: Path, is_new_process: bool) -> None:
+def test_what_a_lost_save_was_to_remove_has_its_place_again(job: Job, tmp_path: Path, is_new_process: bool) -> None:
     """Else the next save would not remove it, and it would stay for ever."""
     older, lost = str(tmp_path / "step=1-last.ckpt"), str(tmp_path / "step=3-last.ckpt")
-    job, callback = Job(), ModelCheckpoint(dirpath=str(tmp_path), save_last=True, save_top_k=0)
+    callback = ModelCheckpoint(dirpath=str(tmp_path), save_last=True, save_top_k=0)
     callback.last_model_path = older
     books = _books_of(callback)
     job.save(lost, 9)
     callback.last_model_path = lost
     callback.deferred_ckpts_to_remove.append([older])
     job.saves.keep(callback, books)
-    job.queue.async_calls.popleft()  # its end has begun, and failed
-    job.leave()
-    job.saves.agree((10, SnapshotPoint.TURNED), job.strategy)
+    job.begin_end()
+    job.fault(10, SnapshotPoint.TURNED)
     assert callback.deferred_ckpts_to_remove == []
     if is_new_process:
-        job.saves, known = Saves(), job.saves._lost
+        known, job.saves = job.saves._lost, Saves()
         job.saves._lost = known
     job.saves.forget_lost([callback, object()])
     assert callback.last_model_path == older
@@ -291,7 +275,7 @@ def says(state: str, number: int | None = 0, passed: bool = True) -> _Word:
 @pytest.mark.parametrize(
     ("words", "fate"),
     [
-        ([says("pending"), says("pending")], "whole"),
+        ([says("pending")] * 2, "whole"),
         ([says("pending", passed=False), says("pending", passed=False)], "goes on"),
         ([says("pending"), says("begun")], "again"),
         ([says("pending"), None], "again"),
@@ -307,24 +291,22 @@ def says(state: str, number: int | None = 0, passed: bool = True) -> _Word:
     ],
 )
 def test_what_becomes_of_a_save(words: list[_Word | None], fate: str) -> None:
-    assert _fate(words, in_background=True) == fate
-
-
-def test_nothing_goes_on_where_a_trainer_saves_nothing_in_the_background() -> None:
-    assert _fate([says("pending", passed=False)] * 2, in_background=False) == "lost"
+    assert saves._fate(words, in_background=True) == fate
+    if fate == "goes on":
+        assert saves._fate(words, in_background=False) == "lost"
 
 
 def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
     before = filesystem_async._get_write_results_queue()
     before.put("of a save that was interrupted")
     before._tls.connection.send((before._id, "empty", (), {}))  # it is interrupted before the answer comes
-    _reset_reports()
+    saves._reset_reports()
     after = filesystem_async._get_write_results_queue()
     assert after.empty() is True
     assert before.empty() is False, "whoever goes on with that save gets its report"
     after.put("of the next save")
-    assert after.get_nowait() == "of the next save"
-    assert before.get_nowait() == "of a save that was interrupted"
+    told = [after.get_nowait(), before.get_nowait()]
+    assert told == ["of the next save", "of a save that was interrupted"]
     for reports in (before, after):
         with pytest.raises(queue.Empty):
             reports.get_nowait()
@@ -335,7 +317,7 @@ def test_reports_whose_process_is_gone_are_made_anew(monkeypatch: pytest.MonkeyP
     reports = filesystem_async._get_write_results_queue()
     reports._manager._process.kill()
     reports._manager._process.join()
-    _report_separately()
+    saves._report_separately()
     again = filesystem_async._get_write_results_queue()
     again.put("of the next save")
     assert again.get_nowait() == "of the next save"
@@ -391,7 +373,7 @@ def test_a_background_save_that_fails_later_is_struck_out() -> None:
     callback = callback_with(good=0.5, bad=0.9)
     before = _books_of(callback)
     save(callback)
-    was = json.loads(json.dumps(_replaced(callback, before)))  # another process gets it so
+    was = json.loads(json.dumps(saves._replaced(callback, before)))  # another process gets it so
     _undo(callback, "/ckpt/new.ckpt", was)
     assert books(callback) == RIGHT
     _undo(callback, "/ckpt/new.ckpt", was)  # there is nothing of it any more
@@ -463,10 +445,7 @@ def test_what_all_ranks_raise_ends_the_save_at_once(rank: Rank, failures: dict[i
 
 
 def test_an_error_of_what_one_rank_writes_is_gathered(rank: Rank) -> None:
-    def write(folder: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    noted = _noting(lambda folder: folder)(write)
+    noted = saves._noting(lambda folder: folder)(Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         noted("/c/a/weights")  # of a save that is not ours
     with rank.failed.attempt("/c/a.ckpt"):
@@ -486,25 +465,12 @@ def test_an_error_of_torch_on_a_full_disk_is_said_to_be_that(
     assert rank.failed.raised == (3, "No space left on device")
 
 
-def checkpoint(folder: Path) -> Path:
-    path = folder / "it-step=3-last"
+def test_a_kill_while_a_checkpoint_is_removed_leaves_nothing_that_passes_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "it-step=3-last"
     (path / "weights").mkdir(parents=True)
     (path / "weights" / "metadata.json").touch()
-    return path
-
-
-def test_a_kill_while_a_checkpoint_is_removed_leaves_nothing_that_passes_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = checkpoint(tmp_path)
-
-    def killed(folder: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as here:
-        here.setattr(shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            remove_whole(path)
+    with patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        saves.remove_whole(path)
     assert not path.exists()
     (left,) = (each for each in tmp_path.iterdir() if each.is_dir())
     assert ModelCheckpoint.is_checkpoint_unfinished(left)
@@ -522,7 +488,7 @@ def written(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], Any]) -> Any:
 
     monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(write))
     results: queue.Queue[Any] = queue.Queue()
-    _write_buckets([], False, 0, acts, results)
+    saves._write_buckets([], False, 0, acts, results)
     return results.get_nowait()
 
 
@@ -547,10 +513,7 @@ def test_a_writer_that_ends_without_a_word_is_noticed(
 
 
 def test_writers_do_not_outlive_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(saves, "_said", interrupted)
+    monkeypatch.setattr(saves, "_said", Mock(side_effect=KeyboardInterrupt))
     before = set(multiprocessing.active_children())
     with pytest.raises(KeyboardInterrupt):
         written(monkeypatch, lambda: time.sleep(50))
@@ -560,15 +523,25 @@ def test_writers_do_not_outlive_an_interruption(monkeypatch: pytest.MonkeyPatch)
 # --- How storage is read, and what is said of what cannot be ------------------------------------------------------
 
 
+def connector(**trainers: Any) -> CheckpointlessCompatibleConnector:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), lightning_module=None, **trainers)
+    return CheckpointlessCompatibleConnector(trainer)
+
+
+def lost_with(ckpt_path: Path | None, of: CheckpointlessCompatibleConnector, kind: type[BaseException]) -> str:
+    """Return what is said where neither a rank nor storage has the state."""
+    manager = SimpleNamespace(refusal="all holders died", verdict=None, allow_restart_from_scratch=False)
+    call = SimpleNamespace(high_water=4, generation=1, incident="1")
+    with pytest.raises(kind) as caught:
+        of._from_storage(ckpt_path, {}, manager, call)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("options", [{}, {"weights_only": True}], ids=["2.4", "2.6"])
 def test_how_storage_is_read_is_passed_on(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(
-        _CheckpointConnector, "resume_start", lambda _, path, **options: asked.append((path, options))
-    )
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), lightning_module=None)
-    CheckpointlessCompatibleConnector(trainer).resume_start("a.ckpt", **options)
-    assert asked == [("a.ckpt", options)]
+    monkeypatch.setattr(_CheckpointConnector, "resume_start", asked := Mock())
+    connector().resume_start("a.ckpt", **options)
+    asked.assert_called_once_with("a.ckpt", **options)
 
 
 @pytest.mark.parametrize(
@@ -579,32 +552,19 @@ def test_how_storage_is_read_is_passed_on(monkeypatch: pytest.MonkeyPatch, optio
     ],
 )
 def test_the_last_line_says_where_a_checkpoint_was_looked_for(delayed: Any, where: str) -> None:
-    trainer: Any = SimpleNamespace(
-        strategy=SimpleNamespace(), lightning_module=None, ckpt_path=None, fresume=delayed
-    )
-    manager = SimpleNamespace(refusal="all holders died", verdict=None, allow_restart_from_scratch=False)
-    call = SimpleNamespace(high_water=4)
-    with pytest.raises(StateLostError) as caught:
-        CheckpointlessCompatibleConnector(trainer)._from_storage(None, {}, manager, call)
-    assert f"all holders died; there is no checkpoint on storage to fall back to {where}" in str(caught.value)
+    said = lost_with(None, connector(ckpt_path=None, fresume=delayed), StateLostError)
+    assert f"all holders died; there is no checkpoint on storage to fall back to {where}" in said
 
 
 @pytest.mark.parametrize("others", [["x-step=1-last"], []])
 def test_a_checkpoint_that_cannot_be_loaded_is_named_and_the_one_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[str]
 ) -> None:
-    def resume_start(*_: Any, **__: Any) -> None:
-        raise RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory")
-
-    monkeypatch.setattr(_CheckpointConnector, "resume_start", resume_start)
+    unreadable = RuntimeError("PytorchStreamReader failed reading zip archive: failed finding central directory")
+    monkeypatch.setattr(_CheckpointConnector, "resume_start", Mock(side_effect=unreadable))
     damaged = tmp_path / "x-step=3-last" / "weights"
     for folder in (*(tmp_path / each for each in others), damaged):
         folder.mkdir(parents=True)
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(), lightning_module=None)
-    manager = SimpleNamespace(refusal="all holders died", verdict=None)
-    call = SimpleNamespace(high_water=4, generation=1, incident="1")
-    with pytest.raises(UnrecoverableError) as caught:
-        CheckpointlessCompatibleConnector(trainer)._from_storage(damaged, {}, manager, call)
-    said = str(caught.value)
+    said = lost_with(damaged, connector(), UnrecoverableError)
     assert f"the checkpoint {damaged.parent} cannot be loaded (RuntimeError: PytorchStreamReader failed" in said
     assert ("the one before it, x-step=1-last" if others else f"no other is in {tmp_path}") in said

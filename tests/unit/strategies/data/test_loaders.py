@@ -5,38 +5,22 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import numpy
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.lightning.boundary.step_keeper import _without_worker_seeds
-from checkpointless.integrations.lightning.data.loaders import (
-    DataPosition,
-    TrainingData,
-    ValidationData,
-    _DrawnOrder,
-    _keep_own_state,
-    _repeat_items,
-    _repeat_order,
-    _SamplerState,
-    _track,
-    _TrackedSampler,
-)
+from checkpointless.integrations.lightning.data import loaders
+from checkpointless.integrations.lightning.data.loaders import DataPosition, _repeat_order, _SamplerState, _track
 from checkpointless.state import rng
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
@@ -58,8 +42,7 @@ class Starts:
 
 
 class Counting(IterableDataset):
-    def __init__(self) -> None:
-        self.asked = 0
+    asked = 0
 
     def __iter__(self) -> Any:
         while True:
@@ -67,53 +50,36 @@ class Counting(IterableDataset):
             yield self.asked
 
 
-def loop(loader: Any, fetched: int, not_delivered: int) -> Any:
-    fetcher = SimpleNamespace(fetched=fetched, length=None, done=False, iterator=Batches(iter(loader)))
+def loop(loader: Any) -> Any:
+    batches = MagicMock(_iterator=SimpleNamespace(_idx=0))
+    batches.__next__.side_effect = iter(loader)
     return SimpleNamespace(
-        _data_fetcher=fetcher,
+        _data_fetcher=SimpleNamespace(fetched=0, length=None, done=False, iterator=batches),
         _combined_loader=SimpleNamespace(flattened=[loader]),
-        epoch_loop=SimpleNamespace(not_delivered=not_delivered),
+        epoch_loop=SimpleNamespace(not_delivered=0),
     )
 
 
-class Batches:
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-        self._iterator: Any = SimpleNamespace(_idx=0)
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-
 def test_a_dataset_that_alone_knows_its_batches_is_gone_through_again() -> None:
-    dataset, data = Counting(), TrainingData()
+    dataset, training = Counting(), loaders.TrainingData()
     loader: Any = DataLoader(dataset, batch_size=None)
-    data.made(loader, Starts(), None)
-    fit_loop = loop(loader, fetched=0, not_delivered=0)
-    data.resume_at(DataPosition(5, 3, length=5), fit_loop)
+    training.made(loader, Starts(), None)
+    fit_loop, position = loop(loader), DataPosition(5, 3, length=5)
+    training.resume_at(position, fit_loop)
     assert dataset.asked == 3
     fetcher = fit_loop._data_fetcher
     assert (fetcher.fetched, fetcher.length, fetcher.done, fetcher.iterator._iterator._idx) == (5, 5, True, 3)
-    assert data.position(fit_loop) == DataPosition(5, 3, length=5)
+    assert training.position(fit_loop) == position
 
 
 OF_ALL, PER_ITEM = 64, 8
 
 
-class Trainer:
-    """Stands in for a trainer, and can be referred to weakly."""
-
-
-def sampler_at(consumed: int = 0) -> Any:
+def nemos_sampler() -> Any:
     from nemo.lightning.data import MegatronPretrainingRandomSampler
 
-    return MegatronPretrainingRandomSampler(
-        total_samples=OF_ALL,
-        consumed_samples=consumed,
-        micro_batch_size=PER_ITEM // 4,
-        data_parallel_rank=0,
-        data_parallel_size=4,
-    )
+    sizes = {"total_samples": OF_ALL, "micro_batch_size": PER_ITEM // 4, "data_parallel_size": 4}
+    return MegatronPretrainingRandomSampler(consumed_samples=0, data_parallel_rank=0, **sizes)
 
 
 def set_up(tracked: Any) -> tuple[int, int]:
@@ -129,43 +95,37 @@ def set_up(tracked: Any) -> tuple[int, int]:
 def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
     """With fewer Lightning would refuse a validation interval that the epoch had batches enough for."""
     starts = SimpleNamespace(keep_data_start=lambda streams: None, data_start=lambda: None)
-    first = _TrackedSampler(sampler_at(), starts, None)
+    first = loaders._TrackedSampler(nemos_sampler(), starts, None)
     lengths = set_up(first)
     assert lengths == (8, 6)
     position = DataPosition(4, 4, first.began_at, 48, length=6, length_at_start=first.length_at_start)
-    again = _TrackedSampler(sampler_at(), starts, position)
+    again = loaders._TrackedSampler(nemos_sampler(), starts, position)
     assert set_up(again) == lengths
     assert again.consumed is not None
     assert len(again) == (OF_ALL - again.consumed) // PER_ITEM, "behind the set-up as ever"
 
 
 def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on() -> None:
-    val_loop = SimpleNamespace(_combined_loader=None)
-    trainer: Any = Trainer()
-    trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=val_loop))
-
-    def loader() -> DataLoader[int]:
-        return DataLoader(range(OF_ALL), batch_sampler=sampler_at())  # type: ignore[arg-type]
-
-    def put_in_place(made: DataLoader[int]) -> None:
-        val_loop._combined_loader = SimpleNamespace(flattened=[made])
-
-    before = ValidationData(trainer)
-    put_in_place(loader())
-    (first,) = val_loop._combined_loader.flattened
+    trainer = Mock()  # can be referred to weakly
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    first, late = (
+        DataLoader(range(OF_ALL), batch_sampler=nemos_sampler())  # type: ignore[arg-type, var-annotated]
+        for _ in range(2)
+    )
+    val_loop._combined_loader = SimpleNamespace(flattened=[first])
+    before = loaders.ValidationData(trainer)
     assert len(list(first)) == 8
     state = before._take()
     assert state == {"0": 64}
     expected = list(first)
 
     val_loop._combined_loader = None
-    after = ValidationData(trainer)
+    after = loaders.ValidationData(trainer)
     after._put(state)
     assert after._take() == state, "nothing is lost by a fault before the loader is made"
-    late = loader()
     after.made(late)
     assert len(late) == 8
-    put_in_place(late)
+    val_loop._combined_loader = SimpleNamespace(flattened=[late])
     assert after._take() == state
     assert [batch.tolist() for batch in late] == [batch.tolist() for batch in expected]
     assert after._take() == {"0": 128}
@@ -180,7 +140,7 @@ class Own(Sampler[list[int]]):
     def __init__(self, how: str) -> None:
         self.how, self.passes, self.at_end, self.asked = how, 0, 0, 0
         self.numpys, self.pythons = numpy.random.default_rng(3), random.Random(7)
-        self.torchs, self.philox = torch.Generator().manual_seed(5), numpy.random.Generator(numpy.random.Philox(6))
+        self.torchs, self.philox = seeded(), numpy.random.Generator(numpy.random.Philox(6))
 
     def __iter__(self) -> Iterator[list[int]]:
         self.passes += 1
@@ -215,15 +175,15 @@ def own(how: str) -> DataLoader[Any]:
     return DataLoader(torch.arange(SAMPLES), batch_sampler=Own(how))  # type: ignore[arg-type]
 
 
-def replaced(_: str) -> DataLoader[Any]:
-    drawn = RandomSampler(range(SAMPLES), replacement=True, generator=torch.Generator().manual_seed(3))
-    return DataLoader(torch.arange(SAMPLES), batch_size=5, sampler=drawn)  # type: ignore[arg-type]
+def drawn(how: str) -> DataLoader[Any]:
+    """Uneven, the last batch asks for the end of the pass, at which the generator is drawn from once more."""
+    samples, replaced = (SAMPLES - 2, False) if how == "uneven" else (SAMPLES, True)
+    order = RandomSampler(range(samples), replaced, generator=seeded())
+    return DataLoader(torch.arange(SAMPLES), batch_size=5, sampler=order)  # type: ignore[arg-type]
 
 
-def uneven(_: str) -> DataLoader[Any]:
-    """The last batch asks for the end of the pass, at which the generator is drawn from once more."""
-    drawn = RandomSampler(range(SAMPLES - 2), generator=torch.Generator().manual_seed(3))
-    return DataLoader(torch.arange(SAMPLES), batch_size=5, sampler=drawn)  # type: ignore[arg-type]
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
 
 
 def had(batches: Iterator[Any], count: int) -> list[list[int]]:
@@ -239,7 +199,7 @@ def had(batches: Iterator[Any], count: int) -> list[list[int]]:
 @pytest.mark.parametrize("within", [1, 2, 3, BATCHES - 1, BATCHES])
 @pytest.mark.parametrize(
     "make",
-    [*[(own, how) for how in HOW], (replaced, ""), (uneven, "")],
+    [*[(own, how) for how in HOW], (drawn, "replaced"), (drawn, "uneven")],
     ids=lambda make: f"{make[0].__name__}-{make[1]}",
 )
 def test_a_pass_goes_on_and_the_next_ones_follow(make: tuple[Any, str], within: int, ahead: int) -> None:
@@ -293,8 +253,8 @@ def test_nothing_of_torchs_samplers_is_asked_for_ahead_or_kept() -> None:
     _track(loader, Starts(), None)
     assert "loader" not in rng._sources
     asked: list[int] = []
-    inner = BatchSampler(map(lambda each: asked.append(each) or each, range(9)), 3, False)  # type: ignore[func-returns-value]
-    _keep_own_state(DataLoader(torch.arange(SAMPLES), batch_sampler=inner))  # type: ignore[arg-type]
+    inner = data.BatchSampler(map(lambda each: asked.append(each) or each, range(9)), 3, False)  # type: ignore[func-returns-value]
+    loaders._keep_own_state(DataLoader(torch.arange(SAMPLES), batch_sampler=inner))  # type: ignore[arg-type]
     assert "loader" not in rng._sources
 
 
@@ -330,7 +290,7 @@ class Rows(IterableDataset[int]):
 
 def repeated(how: str, starts: Starts, position: DataPosition | None) -> DataLoader[int]:
     loader: DataLoader[int] = DataLoader(Rows(how), batch_size=None)
-    _repeat_items(loader, starts, position)
+    loaders._repeat_items(loader, starts, position)
     return loader
 
 
@@ -388,12 +348,8 @@ def divided(sampler: Any) -> DistributedSamplerWrapper:
     return DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False)
 
 
-def loader_of(sampler: Any) -> DataLoader[Any]:
+def loader_of(sampler: Any) -> Any:
     return DataLoader(torch.arange(ORDERED), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
 
 
 @pytest.mark.parametrize("wrap", [divided, lambda sampler: sampler], ids=["divided", "whole"])
@@ -402,11 +358,8 @@ def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) ->
     starts = Starts()
     loader = loader_of(wrap(weighted(seeded())))
     assert _repeat_order(loader, starts, None) is not None
-    batches: Any = loader.batch_sampler
-    first, second, third = (list(batches) for _ in range(3))
+    first, second, third = (list(loader.batch_sampler) for _ in range(3))
     assert first != second != third
-    loader = loader_of(wrap(weighted(seeded())))
-    list(loader.batch_sampler), list(loader.batch_sampler)  # type: ignore[arg-type]
     kept = starts.kept  # the third pass
 
     own = seeded()
@@ -425,27 +378,25 @@ def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) ->
 def test_a_loader_that_begins_late_repeats_once_and_not_if_its_pass_was_over() -> None:
     starts = Starts()
     torch.manual_seed(1)
-    order = _DrawnOrder(weighted(), starts, None)
+    order = loaders._DrawnOrder(weighted(), starts, None)
     interrupted = list(order)
     torch.manual_seed(2)
-    late = _DrawnOrder(weighted(), starts, DataPosition(3, 3))
+    late = loaders._DrawnOrder(weighted(), starts, DataPosition(3, 3))
     late.resumed()
     before = torch.get_rng_state()
     assert list(late) == interrupted
     assert torch.equal(torch.get_rng_state(), before), "the training's streams stand where they stood"
     assert list(late) != interrupted
-    over = _DrawnOrder(weighted(), starts, DataPosition(8, 8))
+    over = loaders._DrawnOrder(weighted(), starts, DataPosition(8, 8))
     over.begin_anew()
     assert list(over) != interrupted
 
 
+DISTRIBUTED: Any = data.DistributedSampler(range(ORDERED), num_replicas=2, rank=0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    "sampler",
-    [
-        SequentialSampler(range(ORDERED)),
-        DistributedSampler(range(ORDERED), num_replicas=2, rank=0),  # type: ignore[arg-type]
-    ],
-    ids=["sequential", "distributed"],
+    "sampler", [data.SequentialSampler(range(ORDERED)), DISTRIBUTED], ids=["sequential", "distributed"]
 )
 def test_an_order_that_follows_from_seed_and_epoch_needs_nothing(sampler: Any) -> None:
     loader = loader_of(sampler)
@@ -453,9 +404,9 @@ def test_an_order_that_follows_from_seed_and_epoch_needs_nothing(sampler: Any) -
     assert loader.sampler is sampler
 
 
-class Endless(torch.utils.data.Sampler[int]):
-    def __init__(self, draws_each: bool = False) -> None:
-        self.draws_each = draws_each
+@dataclass
+class Endless(Sampler[int]):
+    draws_each: bool = False
 
     def __iter__(self) -> Iterator[int]:
         first = int(torch.randint(ORDERED, ()))
@@ -466,14 +417,13 @@ class Endless(torch.utils.data.Sampler[int]):
 
 def test_an_endless_order_is_drawn_again_item_by_item() -> None:
     starts = Starts()
-    loader = loader_of(Endless())
+    loader, entered = loader_of(Endless()), loader_of(Endless())
     assert _repeat_order(loader, starts, None) is not None
-    begun: Any = list(itertools.islice(loader.batch_sampler, 3))  # type: ignore[arg-type]
+    begun = list(itertools.islice(loader.batch_sampler, 3))
     torch.rand(7)
-    entered = loader_of(Endless())
     assert _repeat_order(entered, starts, DataPosition(3, 3)) is not None
     stand = torch.get_rng_state()
-    assert list(itertools.islice(entered.batch_sampler, 3)) == begun  # type: ignore[arg-type]
+    assert list(itertools.islice(entered.batch_sampler, 3)) == begun
     assert torch.equal(torch.get_rng_state(), stand)
 
 
@@ -515,8 +465,7 @@ def test_the_states_of_other_loaders_stay_as_they_are(state: Any) -> None:
 
 class Keeps(Sampler[int]):
     def __init__(self, **kept: Any) -> None:
-        for name, value in kept.items():
-            setattr(self, name, value)
+        vars(self).update(kept)
 
     def __iter__(self) -> Any:
         return iter(())
