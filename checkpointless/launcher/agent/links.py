@@ -21,6 +21,7 @@ from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.hosting import FAREWELL_S, CoordinatorPort
 from checkpointless.launcher.coordinator.job import FAILED
 from checkpointless.launcher.coordinator.job_config import JobConfig
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.channel import (
     BEFORE_WELCOME,
     LOOPBACK,
@@ -32,23 +33,7 @@ from checkpointless.launcher.protocol.channel import (
     Welcome,
     check_version,
 )
-from checkpointless.launcher.protocol.messages import (
-    FROM_COORDINATOR,
-    Alive,
-    Command,
-    Discard,
-    End,
-    FaultReport,
-    GiveUp,
-    Inexact,
-    Joined,
-    LineBuffer,
-    MoveWanted,
-    NodeMessage,
-    ProtocolError,
-    Searching,
-    encode,
-)
+from checkpointless.launcher.protocol.messages import Command, LineBuffer, NodeMessage, ProtocolError
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.observability.telemetry.scribe import in_thread
 from checkpointless.system.awake_clock import AwakeClock
@@ -63,7 +48,8 @@ _NEWS_BYTES = 4096
 _REACH_S = 10.0  # for a command to reach the coordinator
 _REFUSED_FOR_S = 2.0  # a refusal that lasts this long is final
 
-_KEPT = (FaultReport, GiveUp, Inexact)  # while there is no coordinator; the agent tells the rest with its standing
+#: What waits while there is no coordinator; the agent tells the rest with its standing.
+_KEPT = (messages.FaultReport, messages.GiveUp, messages.Inexact)
 
 
 class _LocalLink:
@@ -153,22 +139,23 @@ class _RemoteLink:
             return
         if now_s >= self._next_alive_s:
             self._next_alive_s = now_s + self._silence_s / 5
-            self._channel.send(Alive())
+            self._channel.send(messages.Alive())
         if self._channel.bytes_heard != self._heard:
             self._heard, self._heard_at_s = self._channel.bytes_heard, now_s
         elif now_s >= self._heard_at_s + self._silence_s and not self._lost:
-            self._channel.send(Searching())  # if it was only paused, it reads this before the end
+            self._channel.send(messages.Searching())  # if it was only paused, it reads this before the end
             self._channel.close()
             self._lost = f"no word from it for {self._silence_s:g} s"
         try:
             while self._commands:
                 agent.obey(self._commands.popleft())
         except ValueError as error:
-            agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
+            words = f"the coordinator at {self._where} does not keep to the protocol: {error}"
+            agent.end(messages.End(FAILED, [words]))
         if self._lost and agent.job.outcome is None:
             self._say(f"the coordinator at {self._where} was lost ({self._lost}): training goes on without it")
             if agent.has_moved and agent.alive():
-                agent.obey(Discard(moved=True))  # ranks offer a state of which a later coordinator knows nothing
+                agent.obey(messages.Discard(moved=True))  # ranks offer a state that no later coordinator knows of
             if agent.takes_part:  # a spare got its number with its ranks
                 self._number = min(agent.ranks) // self._config.nproc_per_node
             elif agent.has_moved:
@@ -209,7 +196,7 @@ class _RemoteLink:
             elif agent.ranks:
                 self._channel.send(agent.standing())
             elif agent.processes.can_start:
-                self._channel.send(Joined())
+                self._channel.send(messages.Joined())
 
     def _end_without(self, error: BaseException, agent: NodeAgent) -> None:
         """End the job on this node, since the coordinator was not found."""
@@ -218,11 +205,11 @@ class _RemoteLink:
             error = JoinError(f"it cannot be looked for: {type(error).__name__}: {error}")
         words = [f"the coordinator at {self._where} was lost: {self._lost}", str(error)]
         if agent.has_ended_well:
-            agent.end(End(0, []))
+            agent.end(messages.End(0, []))
         elif isinstance(error, _RefusedError):  # at once: others may have taken their place
-            agent.end(End(FAILED, words), grace_s=0.0)
+            agent.end(messages.End(FAILED, words), grace_s=0.0)
         else:
-            agent.end(End(FAILED, words))
+            agent.end(messages.End(FAILED, words))
 
     def _open(self, joining: _Joining) -> Channel:
         self._where = joining.where
@@ -283,7 +270,8 @@ class _Joining:
     def open(
         self, selector: selectors.BaseSelector, on_message: Callable[[Any], None], on_close: Callable[[str], None]
     ) -> Channel:
-        return Channel(self.connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)
+        hears = messages.FROM_COORDINATOR
+        return Channel(self.connection, selector, hears=hears, on_message=on_message, on_close=on_close)
 
     def _prove(self, token: str, node: int, nproc: int) -> None:
         try:
@@ -295,7 +283,7 @@ class _Joining:
             except ValueError as error:
                 raise JoinError(f"the coordinator at {self.where} cannot be joined: {error}") from error
             proof = challenge.prove(token, node, nproc)
-            self.connection.sendall(encode(proof))
+            self.connection.sendall(messages.encode(proof))
             try:
                 answer = self._hear()
             except ConnectionError as error:
@@ -342,7 +330,7 @@ def move_node(config: JobConfig, node: int, rank: int, say: Callable[[str], None
     asked = _Joining(config, OPERATOR, _REACH_S, lambda: False)
     deadline_s = time.monotonic() + timeout_s
     with asked.connection as connection:
-        connection.sendall(encode(MoveWanted("checkpointless move", node, rank)))
+        connection.sendall(messages.encode(messages.MoveWanted("checkpointless move", node, rank)))
         lines = LineBuffer()
         while (left_s := deadline_s - time.monotonic()) > 0:
             connection.settimeout(left_s)
@@ -350,7 +338,7 @@ def move_node(config: JobConfig, node: int, rank: int, say: Callable[[str], None
             if not data:
                 raise JoinError(f"the coordinator at {asked.where} has ended")
             for line in lines.feed(data):
-                news = FROM_COORDINATOR.decode(line)
+                news = messages.FROM_COORDINATOR.decode(line)
                 say(news.line)
                 if news.is_over:
                     return bool(news.is_moved)

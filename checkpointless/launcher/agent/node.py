@@ -19,43 +19,11 @@ from checkpointless.launcher.coordinator.coordinator import FAILED
 from checkpointless.launcher.coordinator.hang_watch import SHARING
 from checkpointless.launcher.coordinator.job_config import Heartbeat
 from checkpointless.launcher.coordinator.stragglers import TO_SIGMA
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.board import NO_STEP, BoardReading, PaceReading
 from checkpointless.launcher.protocol.causes import signal_name
 from checkpointless.launcher.protocol.channel import LOOPBACK
-from checkpointless.launcher.protocol.messages import (
-    IN_BLOCK,
-    Command,
-    Discard,
-    Displaced,
-    End,
-    FaultNotice,
-    Finish,
-    GiveUp,
-    Go,
-    HandOver,
-    Holding,
-    Inquire,
-    Kill,
-    Leaving,
-    MoveNews,
-    MoveWanted,
-    NodeMessage,
-    Offer,
-    OneEnded,
-    OpenStore,
-    Paces,
-    Pause,
-    Progress,
-    RankEnded,
-    RankPace,
-    RankStanding,
-    RankState,
-    Silent,
-    SilentRank,
-    Spawn,
-    Standing,
-    StoreOpened,
-)
+from checkpointless.launcher.protocol.messages import IN_BLOCK, Command, NodeMessage, RankState
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.observability.telemetry.wording import numbered
@@ -178,7 +146,7 @@ class _BeatWatch:
         self._pause_s = 0.0  # longest time between beats outside of a step, in all generations
         self._shows_progress = False
         self._target = self._began_after = NO_STEP
-        self._told_progress: Progress | None = None
+        self._told_progress: messages.Progress | None = None
         self._tell_progress_at_s = 0.0
         self._told_shards: list[int] = []
         self._told_silent = False
@@ -204,7 +172,7 @@ class _BeatWatch:
 
     def _tell_progress(self, readings: dict[int, BoardReading], generation: int, now_s: float) -> None:
         begun = [reading.began_after for reading in readings.values() if reading.generation == generation]
-        progress = Progress(
+        progress = messages.Progress(
             min(reading.committed for reading in readings.values()),
             max(reading.committed for reading in readings.values()),
             max(reading.making for reading in readings.values()),
@@ -226,7 +194,7 @@ class _BeatWatch:
         shards = [readings[number].shard for number in sorted(readings)]
         if shards != self._told_shards and min(shards) >= 0:
             self._told_shards = shards
-            self._report(Holding(shards))
+            self._report(messages.Holding(shards))
 
     def _watch_beats(self, ranks: Collection[LocalRank], readings: dict[int, BoardReading], now_s: float) -> None:
         for rank in ranks:
@@ -257,7 +225,8 @@ class _BeatWatch:
             youngest_s = min((age_s for _, age_s in silent), default=0.0)
             pause_s = min(_SILENT_RARELY_S, max(_SILENT_EVERY_S, _SILENT_SHARE * youngest_s))
             self._told_silent, self._tell_silent_at_s = bool(silent), now_s + pause_s
-            self._report(Silent([_silence_of(rank, age_s, readings[rank.number]) for rank, age_s in silent]))
+            said = [_silence_of(rank, age_s, readings[rank.number]) for rank, age_s in silent]
+            self._report(messages.Silent(said))
 
 
 class _PaceWatch:
@@ -276,21 +245,22 @@ class _PaceWatch:
         paces = [_pace_of(number, reading) for number, reading in read.items() if reading.own]
         steps = sum(pace.steps for pace in paces)
         if paces and steps != self._steps:
-            self._report(Paces(generation, paces))
+            self._report(messages.Paces(generation, paces))
         self._steps = steps
 
 
-def _pace_of(rank: int, reading: PaceReading) -> RankPace:
+def _pace_of(rank: int, reading: PaceReading) -> messages.RankPace:
     """Return the medians of a rank's newest steps, of which there is one at least, and how far steps are away."""
     own_s, data_s = median(reading.own), median(reading.data)
     spread_s = TO_SIGMA * median(abs(each - own_s) for each in reading.own)
-    return RankPace(rank, reading.role, reading.steps, *(int(each * 1e6) for each in (own_s, spread_s, data_s)))
+    measured = (int(each * 1e6) for each in (own_s, spread_s, data_s))
+    return messages.RankPace(rank, reading.role, reading.steps, *measured)
 
 
-def _silence_of(rank: LocalRank, age_s: float, reading: BoardReading) -> SilentRank:
+def _silence_of(rank: LocalRank, age_s: float, reading: BoardReading) -> messages.SilentRank:
     look, beats = ProcessLook.at(rank.pid), rank.beats
     age_ms, quiet_ms = int(age_s * 1000), int((time.monotonic() - beats.seen_at_s) * 1000)
-    return SilentRank(
+    return messages.SilentRank(
         rank.number, beats.last, age_ms, quiet_ms, reading.making, beats.in_step, look.letter, look.cpu_ms
     )
 
@@ -384,7 +354,7 @@ class NodeAgent:
         self._is_draining = False  # a spare is to take the ranks over, and the agent ends once it has
         self._was_terminated, self._drain_at_s = False, 0.0  # when a drain for SIGTERM is asked for again
         self.takes_part = self.has_moved = False
-        self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
+        self._farewell: messages.Leaving | None = None  # what the coordinator is told when the first rank has ended
         self._ends_since_s = self._kill_all_at_s = float("inf")
         self._too_late = ""  # for what the ranks that are killed then were too late
         self.processes = keep_processes(clock=clock, job=self.job, report=self._pass, on_lost=self._leave)
@@ -428,7 +398,7 @@ class NodeAgent:
                 self._kill_all()
             return
         if self.has_moved and self._is_draining and not self.alive():
-            self.end(End(0, [f"node {self.index} is drained: another node has taken its ranks over"]))
+            self.end(messages.End(0, [f"node {self.index} is drained: another node has taken its ranks over"]))
             return
         if self._notice.has_come(now_s):
             self._drain("its notice command has exited with 0")
@@ -453,7 +423,7 @@ class NodeAgent:
         else:
             self.processes.pass_on(number)
 
-    def end(self, outcome: End, grace_s: float | None = None, number: int = signal.SIGTERM) -> None:
+    def end(self, outcome: messages.End, grace_s: float | None = None, number: int = signal.SIGTERM) -> None:
         """End the ranks because the job is over, and kill those that take longer than ``grace_s``."""
         if self.job.outcome is not None:
             return
@@ -473,7 +443,7 @@ class NodeAgent:
     def _drain(self, reason: str) -> None:
         if self.takes_part and not self._is_draining:
             self._is_draining = True
-            self._report(MoveWanted(reason))
+            self._report(messages.MoveWanted(reason))
 
     def _leave(self, reason: str, number: int = signal.SIGTERM) -> None:
         """End the job on this node, and report to the coordinator that the node no longer takes part.
@@ -481,8 +451,8 @@ class NodeAgent:
         It hears when the first rank has ended: the other nodes may be about to get the same signal, and what their
         ranks do then must not be interrupted because this node is lost.
         """
-        self._farewell = Leaving(reason)
-        self.end(End(FAILED, [reason]), number=number)
+        self._farewell = messages.Leaving(reason)
+        self.end(messages.End(FAILED, [reason]), number=number)
         if self._hosts or not self.alive():
             self._say_farewell()
 
@@ -492,13 +462,13 @@ class NodeAgent:
             self._farewell = None
 
     def _pass(self, message: NodeMessage) -> None:
-        if isinstance(message, RankEnded):
+        if isinstance(message, messages.RankEnded):
             self._say_farewell()
         self._report(message)
 
     def _report_boards(self, message: NodeMessage) -> None:
         """Report what boards show, after what the ranks said before they showed it."""
-        if isinstance(message, Progress):
+        if isinstance(message, messages.Progress):
             self.processes.hear_ranks()
         self._report(message)
 
@@ -520,50 +490,50 @@ class NodeAgent:
         """Do what the coordinator says; ``ValueError`` if that is about a rank that this node does not run."""
         if self.job.outcome is not None:
             return
-        if isinstance(command, OpenStore):
+        if isinstance(command, messages.OpenStore):
             self._open_store(command.generation)
-        elif isinstance(command, Discard):
+        elif isinstance(command, messages.Discard):
             self._discard(command.moved)
-        elif isinstance(command, Displaced):
+        elif isinstance(command, messages.Displaced):
             self.takes_part, self.has_moved = False, True
-        elif isinstance(command, Spawn):
+        elif isinstance(command, messages.Spawn):
             if command.afresh:
                 self._exits.elsewhere = None
             self.processes.spawn(command)
-        elif isinstance(command, Go):
+        elif isinstance(command, messages.Go):
             self._begin(command)
-        elif isinstance(command, FaultNotice):
+        elif isinstance(command, messages.FaultNotice):
             self._interrupt(command)
-        elif isinstance(command, HandOver):
+        elif isinstance(command, messages.HandOver):
             self.processes.tell_waiting(command)
-        elif isinstance(command, Pause):
+        elif isinstance(command, messages.Pause):
             for rank in self.ranks.values():
                 if rank.state in IN_BLOCK:
                     rank.send(command)
-        elif isinstance(command, MoveNews):
+        elif isinstance(command, messages.MoveNews):
             if command.is_over and not command.is_moved:
                 self._is_draining, self._drain_at_s = False, self.clock() + _DRAIN_AGAIN_S
                 if not self._hosts:  # else it has said so as the coordinator
                     self._say(command.line)
-        elif isinstance(command, Offer):
+        elif isinstance(command, messages.Offer):
             self.processes.tell_waiting(msgspec.structs.replace(command, address=self._address()))
-        elif isinstance(command, Inquire):
+        elif isinstance(command, messages.Inquire):
             for number in command.ranks:
                 self._rank(number).send(command)
-        elif isinstance(command, Kill):
+        elif isinstance(command, messages.Kill):
             self._kill(command)
-        elif isinstance(command, Finish):
+        elif isinstance(command, messages.Finish):
             self.job.finished = True
             for rank in self.ranks.values():
                 if rank.state in IN_BLOCK:  # others have gone on to the next block
                     rank.state = RankState.FINISHED
                     rank.send(command)
-        elif isinstance(command, OneEnded):
+        elif isinstance(command, messages.OneEnded):
             self._exits.elsewhere = command.rank
-        elif isinstance(command, End):
+        elif isinstance(command, messages.End):
             self.end(command)
 
-    def standing(self) -> Standing:
+    def standing(self) -> messages.Standing:
         """Return what a coordinator that has just begun needs to know of the ranks that run here."""
         self._beats.forget_told()
         self._is_draining, self._drain_at_s = False, self.clock() + _DRAIN_AGAIN_S  # the former one was asked
@@ -571,16 +541,17 @@ class NodeAgent:
         job, rows = self.job, []
         for rank in self.ranks.values():
             reading = rank.board.read()
-            rows.append(RankStanding(rank.number, rank.incarnation, rank.state, reading.committed, reading.making))
+            shown = reading.committed, reading.making
+            rows.append(messages.RankStanding(rank.number, rank.incarnation, rank.state, *shown))
         incident = int(job.incident or 0)
-        return Standing(job.generation, incident, job.began_after, job.run_id, job.finished, rows)
+        return messages.Standing(job.generation, incident, job.began_after, job.run_id, job.finished, rows)
 
     def _rank(self, number: int) -> LocalRank:
         if number not in self.ranks:
             raise ValueError(f"the coordinator named rank {number}, which this node does not run")
         return self.ranks[number]
 
-    def _kill(self, command: Kill) -> None:
+    def _kill(self, command: messages.Kill) -> None:
         rank = self.ranks.get(command.rank)
         if rank is None:
             logger.info("rank %d is to be killed, and was never started here", command.rank)
@@ -604,16 +575,16 @@ class NodeAgent:
             self._store = _GenerationStore(generation, self._address())
         except (OSError, RuntimeError) as error:
             reason = f"node {self.index}: no store can be opened for generation {generation}: {error}"
-            self._report(GiveUp(-1, reason))
+            self._report(messages.GiveUp(-1, reason))
             return
-        self._report(StoreOpened(generation, self._store.address, self._store.port))
+        self._report(messages.StoreOpened(generation, self._store.address, self._store.port))
 
     def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
             self._store = None
 
-    def _begin(self, go: Go) -> None:
+    def _begin(self, go: messages.Go) -> None:
         job = self.job
         self.takes_part, self.has_moved = True, False
         job.generation, job.began_after = go.generation, go.high_water
@@ -630,7 +601,7 @@ class NodeAgent:
             if not rank.send(msgspec.structs.replace(go, env=env, high_water=known, sources={})):
                 rank.kill_at_s = now_s + EXIT_GRACE_S
 
-    def _interrupt(self, notice: FaultNotice) -> None:
+    def _interrupt(self, notice: messages.FaultNotice) -> None:
         began_s, now_s = time.monotonic(), self.clock()
         self.job.incident = notice.incident
         if self._store is not None and self._store.generation <= notice.generation:

@@ -17,28 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointless.launcher.coordinator.incident_policy import History
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import Cause
-from checkpointless.launcher.protocol.messages import (
-    FROM_AGENT,
-    AgentMessage,
-    Answer,
-    Barrier,
-    Done,
-    Ending,
-    FaultNotice,
-    FaultReport,
-    Finish,
-    Go,
-    HandOver,
-    Hello,
-    Inquire,
-    LineBuffer,
-    Offer,
-    Pause,
-    ProtocolError,
-    RankMessage,
-    encode,
-)
+from checkpointless.launcher.protocol.messages import AgentMessage, LineBuffer, ProtocolError, RankMessage
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.system.environment import (
@@ -77,18 +58,18 @@ class RankClient(abc.ABC):
     """
 
     def __init__(self, rank: int) -> None:
-        self.on_fault: Callable[[FaultNotice], None] | None = None
-        self.on_inquire: Callable[[int], Answer] | None = None
+        self.on_fault: Callable[[messages.FaultNotice], None] | None = None
+        self.on_inquire: Callable[[int], messages.Answer] | None = None
         self.rank = rank
         self.is_ending = False
         self.has_launcher = True
         self.to_pause = -1
         self._news = threading.Condition()
         self._generation = 0
-        self._go: Go | None = None
-        self._wanted: HandOver | Offer | None = None
-        self._faults: dict[int, FaultNotice] = {}
-        self._finish: Finish | None = None
+        self._go: messages.Go | None = None
+        self._wanted: messages.HandOver | messages.Offer | None = None
+        self._faults: dict[int, messages.FaultNotice] = {}
+        self._finish: messages.Finish | None = None
         self._lost: str | None = None
 
     def send(self, message: RankMessage) -> None:
@@ -97,13 +78,15 @@ class RankClient(abc.ABC):
         Raises:
             AgentLostError: the connection is closed.
         """
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             with self._news:
                 self._go = self._finish = None  # left from a block that this process ran before, if any
                 self._move_to(message.generation)
         self._send(message)
 
-    def wait_go(self, after_generation: int, timeout_s: float | None = None) -> Go | HandOver | Offer:
+    def wait_go(
+        self, after_generation: int, timeout_s: float | None = None
+    ) -> messages.Go | messages.HandOver | messages.Offer:
         """Wait at the barrier for a ``go`` whose generation is larger than ``after_generation``.
 
         If the process has to hand its state to a successor, or to offer it and to go on waiting, return that.
@@ -114,7 +97,7 @@ class RankClient(abc.ABC):
             TimeoutError: the ``go`` did not come within ``timeout_s`` seconds.
         """
 
-        def arrived() -> Go | HandOver | Offer | None:
+        def arrived() -> messages.Go | messages.HandOver | messages.Offer | None:
             if self.is_ending:
                 raise SystemExit(1)
             wanted = self._wanted
@@ -127,7 +110,9 @@ class RankClient(abc.ABC):
 
         return self._wait(arrived, timeout_s, f"a go after generation {after_generation}")
 
-    def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:
+    def wait_finish_or_fault(
+        self, generation: int, timeout_s: float | None = None
+    ) -> messages.Finish | messages.FaultNotice:
         """Wait, after ``done``, until all ranks are done, another rank needs this one, or the job is ending.
 
         Raises:
@@ -135,15 +120,15 @@ class RankClient(abc.ABC):
             TimeoutError: neither message came within ``timeout_s`` seconds.
         """
 
-        def arrived() -> Finish | FaultNotice | None:
+        def arrived() -> messages.Finish | messages.FaultNotice | None:
             if self.is_ending:
-                return Finish()
+                return messages.Finish()
             notice = self._faults.get(generation)
             return notice if notice is not None else self._finish
 
         return self._wait(arrived, timeout_s, "finish or a fault notice")
 
-    def pending_fault(self, generation: int) -> FaultNotice | None:
+    def pending_fault(self, generation: int) -> messages.FaultNotice | None:
         """Return the notice that ``generation`` is over if it has come at any time, else None."""
         with self._news:
             return self._faults.get(generation)
@@ -158,28 +143,28 @@ class RankClient(abc.ABC):
 
     def _hear(self, message: AgentMessage) -> None:
         """Keep ``message`` for the thread that waits for it, and call the callback for it."""
-        if isinstance(message, Inquire):
+        if isinstance(message, messages.Inquire):
             asked = self.on_inquire
-            self._send(asked(message.id) if asked is not None else Answer(message.id, False, ""))
+            self._send(asked(message.id) if asked is not None else messages.Answer(message.id, False, ""))
             return
         with self._news:
-            if isinstance(message, Go):
+            if isinstance(message, messages.Go):
                 self._go = message
                 self._move_to(message.generation)
-            elif isinstance(message, HandOver | Offer):
+            elif isinstance(message, messages.HandOver | messages.Offer):
                 self._wanted = message
-            elif isinstance(message, Pause):
+            elif isinstance(message, messages.Pause):
                 self.to_pause = message.generation
-            elif isinstance(message, Finish):
+            elif isinstance(message, messages.Finish):
                 self._finish = message
-            elif isinstance(message, Ending):
+            elif isinstance(message, messages.Ending):
                 self.is_ending = True
             elif message.generation < self._generation:
                 return  # stale: the rank has left that generation already
             else:
                 self._faults[message.generation] = message
             self._news.notify_all()
-        if isinstance(message, FaultNotice) and self.on_fault is not None:
+        if isinstance(message, messages.FaultNotice) and self.on_fault is not None:
             self.on_fault(message)
 
     def _lose(self, reason: str) -> None:
@@ -243,7 +228,7 @@ class AgentClient(RankClient):
         self._connection.close()
 
     def _send(self, message: RankMessage) -> None:
-        line = encode(message)
+        line = messages.encode(message)
         try:
             with self._send_lock:
                 self._connection.sendall(line)
@@ -256,7 +241,7 @@ class AgentClient(RankClient):
         try:
             while data := self._connection.recv(_RECEIVE_BYTES):
                 for line in lines.feed(data):
-                    self._hear(FROM_AGENT.decode(line))
+                    self._hear(messages.FROM_AGENT.decode(line))
             self._lose("it closed the connection")
         except (OSError, ProtocolError) as error:
             self._lose(str(error))
@@ -316,7 +301,7 @@ class CountingClient(RankClient):
         if cause.rank == self.rank:
             about: dict[str, Any] = {"cause": said, "culprit": cause.culprit, "how": cause.how}
             EventLog.here().emit(EventName.DETECT, "point", generation=generation, incident=incident, **about)
-        self._hear(FaultNotice(generation, incident, said, cause.rank))
+        self._hear(messages.FaultNotice(generation, incident, said, cause.rank))
         if last_word is not None:
             self._lose(last_word)
 
@@ -333,13 +318,16 @@ class StandaloneClient(CountingClient):
         self._lose("closed")
 
     def _send(self, message: RankMessage) -> None:
-        if isinstance(message, Hello):
-            self._hear(Go(message.generation, None, {}, -1))
-        elif isinstance(message, FaultReport):
+        if isinstance(message, messages.Hello):
+            self._hear(messages.Go(message.generation, None, {}, -1))
+        elif isinstance(message, messages.FaultReport):
             self._interrupt(message.generation, message.cause, self._count(message.cause))
-        elif isinstance(message, Barrier) and self._lost is None:
+        elif isinstance(message, messages.Barrier) and self._lost is None:
             coming = message.generation + 1
-            env = {JOB_RESTART_COUNT_ENV: str(coming), TORCHELASTIC_RESTART_COUNT_ENV: str(coming)}
-            self._hear(Go(coming, str(self._incidents), env, self._high_water))
-        elif isinstance(message, Done):
-            self._hear(Finish())
+            env = {
+                JOB_RESTART_COUNT_ENV: str(coming),
+                TORCHELASTIC_RESTART_COUNT_ENV: str(coming),
+            }
+            self._hear(messages.Go(coming, str(self._incidents), env, self._high_water))
+        elif isinstance(message, messages.Done):
+            self._hear(messages.Finish())

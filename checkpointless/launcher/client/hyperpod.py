@@ -45,17 +45,8 @@ from torch.distributed import DistError, HashStore, PrefixStore, TCPStore
 
 from checkpointless.launcher.client.agent_client import AgentLostError, RankUnknownError
 from checkpointless.launcher.client.store_client import CONNECT_TIMEOUT_S, StoreClient
-from checkpointless.launcher.protocol.messages import (
-    Barrier,
-    Done,
-    FaultNotice,
-    FaultReport,
-    Finish,
-    GiveUp,
-    Hello,
-    RankMessage,
-    Replace,
-)
+from checkpointless.launcher.protocol import messages
+from checkpointless.launcher.protocol.messages import RankMessage
 from checkpointless.system.environment import (
     JOB_RESTART_COUNT_ENV,
     MASTER_ADDR_ENV,
@@ -162,28 +153,28 @@ class HyperPodClient(StoreClient):
     # --- what the rank says, and what the agent does ------------------------------------------------------------
 
     def _send(self, message: RankMessage) -> None:
-        if isinstance(message, Hello) and self._listener is not None:
+        if isinstance(message, messages.Hello) and self._listener is not None:
             self._lose("one block per process")
             raise AgentLostError("under HyperPod a process has one block: wrap everything in one HPWrapper")
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._listener = _in_thread(self, self._listen, "faults")
-        if isinstance(message, Hello | Barrier):
+        if isinstance(message, messages.Hello | messages.Barrier):
             with self._news:
-                self._at_barrier, self._starting = True, message.generation - isinstance(message, Hello)
+                self._at_barrier, self._starting = True, message.generation - isinstance(message, messages.Hello)
             if self._lost is None:
                 self._way = _in_thread(self, self._regroup, "barrier")
-        elif isinstance(message, FaultReport):
+        elif isinstance(message, messages.FaultReport):
             self._report(message)
-        elif isinstance(message, Done):
+        elif isinstance(message, messages.Done):
             with suppress(DistError):  # rank 0 is gone, and the store with it: the agent will say so
                 super()._send(message)
             self._done, self._finish_by_s = message.generation, time.monotonic() + _FINISH_TIMEOUT_S
-        elif isinstance(message, Replace):
+        elif isinstance(message, messages.Replace):
             self._send_fault("ProcessMustBeReplaced", message.reason)
-        elif isinstance(message, GiveUp):
+        elif isinstance(message, messages.GiveUp):
             self._send_fault("RecoveryImpossible", message.reason, in_place=False)
 
-    def _report(self, report: FaultReport) -> None:
+    def _report(self, report: messages.FaultReport) -> None:
         cause, last_word = report.cause, self._count(report.cause)
         self._send_fault(cause.error, str(cause), in_place=last_word is None)
         if self.pending_fault(report.generation) is None:
@@ -226,7 +217,8 @@ class HyperPodClient(StoreClient):
                 return
         if self.pending_fault(generation) is None:
             self._done = None
-            self._hear(FaultNotice(generation, str(generation + 1), "SageMaker HyperPod reported a fault", None))
+            cause = "SageMaker HyperPod reported a fault"
+            self._hear(messages.FaultNotice(generation, str(generation + 1), cause, None))
 
     # --- from one generation into the next, and to the end ------------------------------------------------------
 
@@ -310,7 +302,7 @@ class HyperPodClient(StoreClient):
         if self._done is not None and time.monotonic() > self._finish_by_s:
             logger.warning("rank %d is done, and waits no longer for the others", self.rank)
             self._done = None
-            self._hear(Finish())
+            self._hear(messages.Finish())
 
     def _look_for_faults(self) -> None:
         """Do nothing."""

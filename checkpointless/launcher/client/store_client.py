@@ -11,21 +11,8 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from checkpointless.launcher.client.agent_client import CountingClient
-from checkpointless.launcher.protocol.messages import (
-    FROM_RANK,
-    Barrier,
-    Done,
-    FaultNotice,
-    FaultReport,
-    Finish,
-    GiveUp,
-    Go,
-    Hello,
-    ProtocolError,
-    RankMessage,
-    Replace,
-    encode,
-)
+from checkpointless.launcher.protocol import messages
+from checkpointless.launcher.protocol.messages import ProtocolError, RankMessage
 from checkpointless.system.environment import (
     JOB_RESTART_COUNT_ENV,
     MASTER_ADDR_ENV,
@@ -97,19 +84,19 @@ class StoreClient(CountingClient):
         self._lose("closed")
 
     def _send(self, message: RankMessage) -> None:
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._coming = self._arrive(message.generation if self._entered is None else self._entered + 1)
-        elif isinstance(message, Barrier):
+        elif isinstance(message, messages.Barrier):
             self._coming = self._arrive(message.generation + 1)
-        elif isinstance(message, FaultReport):
-            self._store.compare_set(f"fault/{message.generation}", "", encode(message).decode())
-        elif isinstance(message, Done):
+        elif isinstance(message, messages.FaultReport):
+            self._store.compare_set(f"fault/{message.generation}", "", messages.encode(message).decode())
+        elif isinstance(message, messages.Done):
             self._store.add(f"done/{message.generation}", 1)
             self._done = message.generation
-        elif isinstance(message, Replace):
+        elif isinstance(message, messages.Replace):
             reason = f"rank {self.rank} needs a new process, which only `checkpointless run` can give it"
             self._store.compare_set("end", "", f"{reason}: {message.reason}")
-        elif isinstance(message, GiveUp):
+        elif isinstance(message, messages.GiveUp):
             self._store.compare_set("end", "", message.reason)
 
     def _arrive(self, generation: int) -> int:
@@ -140,15 +127,15 @@ class StoreClient(CountingClient):
         if generation is None or self._lost is not None:
             return
         if self.pending_fault(generation) is None and self._store.check([f"fault/{generation}"]):
-            report = FROM_RANK.decode(self._store.get(f"fault/{generation}"))
-            if not isinstance(report, FaultReport):
+            report = messages.FROM_RANK.decode(self._store.get(f"fault/{generation}"))
+            if not isinstance(report, messages.FaultReport):
                 raise ProtocolError(f"a rank left {report.type!r} where a fault report belongs")
             self._done = None
             self._interrupt(generation, report.cause, self._count(report.cause))
         if self._store.check(["end"]):
             reason = self._store.get("end").decode()
             if self.pending_fault(generation) is None:
-                self._hear(FaultNotice(generation, str(self._incidents + 1), reason, None))
+                self._hear(messages.FaultNotice(generation, str(self._incidents + 1), reason, None))
             self._lose(reason)
 
     def _look_for_go(self, generation: int) -> None:
@@ -180,7 +167,7 @@ class StoreClient(CountingClient):
             if self._coming == generation:  # else the meeting was called off
                 self._entered, self._coming = generation, None
                 self._high_water = int(high_water)
-                self._hear(Go(generation, incident, env, int(high_water)))
+                self._hear(messages.Go(generation, incident, env, int(high_water)))
 
     def _look_for_finish(self, generation: int) -> None:
         if self._store.add(f"done/{generation}", 0) < self._world_size:
@@ -191,4 +178,4 @@ class StoreClient(CountingClient):
         while self.rank == 0 and left < self._world_size and time.monotonic() < deadline:
             time.sleep(POLL_S)
             left = self._store.add(f"left/{generation}", 0)
-        self._hear(Finish())
+        self._hear(messages.Finish())

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from checkpointless.launcher.coordinator.hang_watch import HangWatch
 from checkpointless.launcher.coordinator.job import FAILED, Job, Node, Phase, Rank
@@ -22,45 +23,16 @@ from checkpointless.launcher.coordinator.membership import Membership
 from checkpointless.launcher.coordinator.moves import Moves
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.coordinator.stragglers import Stragglers
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, attribute, exit_cause
-from checkpointless.launcher.protocol.messages import (
-    IN_BLOCK,
-    Alive,
-    Answer,
-    Barrier,
-    DeviceBad,
-    Discard,
-    Done,
-    FaultReport,
-    Finish,
-    GiveUp,
-    Hello,
-    Holding,
-    Inexact,
-    Joined,
-    Leaving,
-    MoveNews,
-    MoveWanted,
-    NodeMessage,
-    Offered,
-    OpenStore,
-    Paces,
-    Paused,
-    Progress,
-    RankEnded,
-    RankStanding,
-    RankState,
-    Searching,
-    Silent,
-    Standing,
-    StoreOpened,
-)
+from checkpointless.launcher.protocol.messages import IN_BLOCK, NodeMessage, RankState
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EventLog
 
 logger = logging.getLogger(__name__)
 
+_OfRank: TypeAlias = messages.Hello | messages.Barrier | messages.FaultReport | messages.RankEnded | messages.Done
 _BEFORE_THE_BLOCK = (RankState.STARTING, RankState.READY)
 _AT_WORK = (*IN_BLOCK, RankState.LEAVING)
 
@@ -74,11 +46,11 @@ class _Takeover:
         self._processes = processes
         self._regrouping = regrouping
         self._causes: list[Cause] = []
-        self._ends: list[RankEnded] = []
+        self._ends: list[messages.RankEnded] = []
 
     # ---- all nodes, which come to a new coordinator
 
-    def standing(self, node: Node, standing: Standing) -> None:
+    def standing(self, node: Node, standing: messages.Standing) -> None:
         job = self._job
         if job.phase is not Phase.JOINING or not job.is_in_place(node):
             self._take_back(node, standing)
@@ -94,15 +66,15 @@ class _Takeover:
             job.move(rank, said.state)
         self._membership.joined(node)
 
-    def hear(self, rank: Rank, message: Hello | Barrier | FaultReport | RankEnded | Done) -> None:
+    def hear(self, rank: Rank, message: _OfRank) -> None:
         """Record what happened to a rank before its own node came, or while other nodes are on their way."""
-        if isinstance(message, FaultReport):
+        if isinstance(message, messages.FaultReport):
             self._causes.append(message.cause)
-        elif isinstance(message, RankEnded):
+        elif isinstance(message, messages.RankEnded):
             self._ends.append(message)
             self._job.move(rank, RankState.GONE)
         elif rank.state is not RankState.GONE:  # else no process of it was asked for yet
-            self._job.move(rank, RankState.DONE if isinstance(message, Done) else RankState.READY)
+            self._job.move(rank, RankState.DONE if isinstance(message, messages.Done) else RankState.READY)
 
     def adopt(self) -> None:
         """Take over the job: all nodes are here, and some run ranks that an earlier coordinator had them start."""
@@ -172,14 +144,14 @@ class _Takeover:
 
     # ---- one node that comes back
 
-    def _take_back(self, node: Node, standing: Standing) -> None:
+    def _take_back(self, node: Node, standing: messages.Standing) -> None:
         """Take back a node and its ranks after the node or this coordinator had lost sight of the other."""
         job = self._job
         is_known = job.is_in_place(node) and standing.run_id == job.rendezvous.run_id
         missed = is_known and self._missed_the_begin(standing)
         if not missed and not (is_known and self._is_of_this_generation(standing)):
             if not node.is_back or self._membership.begin_anew(node, "it came back from another generation"):
-                node.send(Discard())  # other processes may have taken the place of its ranks
+                node.send(messages.Discard())  # other processes may have taken the place of its ranks
             return
         was_lost = not node.is_back
         node.is_back, node.joined = False, True
@@ -204,7 +176,7 @@ class _Takeover:
             return
         rendezvous = job.rendezvous
         if rendezvous.host == node.index and not rendezvous.is_open and job.phase is not Phase.RUNNING:
-            node.send(OpenStore(rendezvous.generation))
+            node.send(messages.OpenStore(rendezvous.generation))
         self._start_missing()
         self._regrouping.begin_if_all_are_here()
 
@@ -213,11 +185,11 @@ class _Takeover:
         if not self._job.not_joined and self._job.phase is Phase.GATHERING:
             self._processes.start_missing()
 
-    def _is_of_this_generation(self, standing: Standing) -> bool:
+    def _is_of_this_generation(self, standing: messages.Standing) -> bool:
         finished = standing.finished and self._job.phase is not Phase.FINISHING
         return standing.generation == self._job.generation and not finished
 
-    def _missed_the_begin(self, standing: Standing) -> bool:
+    def _missed_the_begin(self, standing: messages.Standing) -> bool:
         """Return whether a node's ranks, as they were asked for last, wait for a generation that has begun."""
         wait = all(
             said.state is RankState.GONE
@@ -227,16 +199,16 @@ class _Takeover:
         )
         return standing.generation < self._job.generation and wait
 
-    def _all_of(self, node: Node, standing: Standing) -> list[RankStanding]:
+    def _all_of(self, node: Node, standing: messages.Standing) -> list[messages.RankStanding]:
         """Return what all ranks of a node do: the command to start those that it does not know was lost."""
         named = {said.number for said in standing.ranks}
         unknown = (rank for rank in self._job.ranks_of(node) if rank.number not in named)
         return standing.ranks + [
-            RankStanding(rank.number, rank.incarnation, RankState.GONE, rank.committed, rank.making)
+            messages.RankStanding(rank.number, rank.incarnation, RankState.GONE, rank.committed, rank.making)
             for rank in unknown
         ]
 
-    def _record(self, node: Node, ranks: Sequence[RankStanding], was_lost: bool) -> None:
+    def _record(self, node: Node, ranks: Sequence[messages.RankStanding], was_lost: bool) -> None:
         """Record what a node says of its ranks, and replace those that ended while it was declared lost."""
         job = self._job
         for said in ranks:
@@ -267,7 +239,7 @@ class _Takeover:
         elif known in (RankState.LEAVING, RankState.STARTING) and said in IN_BLOCK:
             rank.node.send(self._regrouping.interruption())
         elif known is RankState.FINISHED and said in IN_BLOCK:
-            rank.node.send(Finish())
+            rank.node.send(messages.Finish())
         elif known is RankState.RUNNING and said is RankState.DONE:
             self._regrouping.done(rank)
 
@@ -324,45 +296,45 @@ class Coordinator:
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on a message from the agent of ``node``."""
         if self.job.phase is Phase.OVER:
-            if isinstance(message, RankEnded):
+            if isinstance(message, messages.RankEnded):
                 self.job.move(self.job.rank_of(message.rank, node), RankState.GONE)
             return
         if self.moves.hear(node, message):
             return
         match message:
-            case Alive() | MoveWanted() | Paused() | Offered():
+            case messages.Alive() | messages.MoveWanted() | messages.Paused() | messages.Offered():
                 pass
-            case Joined():
+            case messages.Joined():
                 self.membership.joined(node)
-            case Standing():
+            case messages.Standing():
                 self._takeover.standing(node, message)
-            case StoreOpened():
+            case messages.StoreOpened():
                 self._on_store(node, message)
-            case GiveUp(is_lost=True):
+            case messages.GiveUp(is_lost=True):
                 self._regrouping.state_lost(message.generation, message.reason)
-            case GiveUp():
+            case messages.GiveUp():
                 self.job.end(message.code & 0xFF or FAILED, message.reason)
-            case Searching():
+            case messages.Searching():
                 node.searching = self.job.phase is not Phase.JOINING
-            case Leaving() if node is self.job.host:  # and this coordinator ends with it
+            case messages.Leaving() if node is self.job.host:  # and this coordinator ends with it
                 self.job.end(FAILED, message.reason)
-            case Leaving():
+            case messages.Leaving():
                 self.membership.lose_for_good(node, message.reason)
-            case Inexact():
+            case messages.Inexact():
                 rank = self.job.rank_of(message.rank, node)
                 self.job.incidents.not_exact(rank.number, message.generation, message.reason)
-            case Holding() if self.job.is_in_place(node):
+            case messages.Holding() if self.job.is_in_place(node):
                 for rank, shard in zip(self.job.ranks_of(node), message.shards):
                     rank.shard = shard
-            case Progress() if self.job.is_in_place(node):
+            case messages.Progress() if self.job.is_in_place(node):
                 self._on_progress(node, message)
-            case Paces() if self.job.is_in_place(node):
+            case messages.Paces() if self.job.is_in_place(node):
                 self._stragglers.hear(node, message)
-            case DeviceBad() if self.job.is_in_place(node):
+            case messages.DeviceBad() if self.job.is_in_place(node):
                 self.membership.bad_device(self.job.rank_of(message.rank, node), message)
-            case Holding() | Progress() | Paces() | DeviceBad():
+            case messages.Holding() | messages.Progress() | messages.Paces() | messages.DeviceBad():
                 logger.info("%s of a node without ranks", message.type)
-            case Silent() | Answer():
+            case messages.Silent() | messages.Answer():
                 self._hangs.hear(node, message)
             case _:
                 self._on_rank(self.job.rank_of(message.rank, node), message)
@@ -377,7 +349,7 @@ class Coordinator:
         if self._suspects and incidents.open is None and incidents.recovering is None:
             rank = self._suspects.pop()
 
-            def hear(news: MoveNews) -> None:
+            def hear(news: messages.MoveNews) -> None:
                 if news.is_moved:
                     del self._wrong[rank]
 
@@ -423,14 +395,14 @@ class Coordinator:
         limit_s = config.regroup_timeout_s if self.job.standings else config.join_timeout_s
         self.job.end(FAILED, f"node {missing} did not join the job within {limit_s:g} s")
 
-    def _on_store(self, node: Node, store: StoreOpened) -> None:
+    def _on_store(self, node: Node, store: messages.StoreOpened) -> None:
         if not self.job.rendezvous.opened(store.generation, node.index, store.address, store.port):
             logger.info("node %d: its store of generation %d is not needed", node.index, store.generation)
             return
         self._processes.store_opened()
         self._regrouping.begin_if_all_are_here()
 
-    def _on_progress(self, node: Node, message: Progress) -> None:
+    def _on_progress(self, node: Node, message: messages.Progress) -> None:
         job = self.job
         self._hangs.note(message)
         job.progress.put(node.index, message)
@@ -446,27 +418,27 @@ class Coordinator:
             job.fresh.clear()
             job.incidents.recovered(job.high_water)
 
-    def _on_rank(self, rank: Rank, message: Hello | Barrier | FaultReport | RankEnded | Done) -> None:
+    def _on_rank(self, rank: Rank, message: _OfRank) -> None:
         if self.job.phase is Phase.JOINING:
             self._takeover.hear(rank, message)
             return
         if not rank.node.joined:
             logger.info("rank %d: %s, of a process that its node has to end", rank.number, message.type)
             return
-        if not isinstance(message, Done):
+        if not isinstance(message, messages.Done):
             rank.committed, rank.making = message.committed, message.making
         self.job.high_water = max(self.job.high_water, message.committed)
-        if isinstance(message, Hello | Barrier):
+        if isinstance(message, messages.Hello | messages.Barrier):
             if message.incarnation == rank.incarnation and self._processes.was_asked_for(rank):
-                rank.entered = isinstance(message, Barrier)
-                rank.unfit = message.unfit if isinstance(message, Barrier) else ""
+                rank.entered = isinstance(message, messages.Barrier)
+                rank.unfit = message.unfit if isinstance(message, messages.Barrier) else ""
                 self._regrouping.ready(rank)
-        elif isinstance(message, RankEnded):
+        elif isinstance(message, messages.RankEnded):
             if message.incarnation == rank.incarnation and rank.state is not RankState.GONE:  # else it is known
                 self._regrouping.ended(rank, message)
         elif message.generation != self.job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
-        elif isinstance(message, FaultReport):
+        elif isinstance(message, messages.FaultReport):
             if message.cause.error == "CorruptedGradientError":
                 self._wrong[rank.number] += 1
                 if self._wrong[rank.number] == 2:

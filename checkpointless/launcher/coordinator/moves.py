@@ -17,28 +17,15 @@ from enum import Enum
 
 from checkpointless.launcher.coordinator.job import Job, Node, Phase
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, exit_cause
-from checkpointless.launcher.protocol.messages import (
-    DeviceBad,
-    Discard,
-    Displaced,
-    Hello,
-    MoveNews,
-    MoveWanted,
-    NodeMessage,
-    Offer,
-    Offered,
-    Pause,
-    Paused,
-    RankEnded,
-    Spawn,
-)
+from checkpointless.launcher.protocol.messages import NodeMessage
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.system.environment import MASTER_ADDR_ENV, MASTER_PORT_ENV
 
 _OF_THE_STORE = (MASTER_ADDR_ENV, MASTER_PORT_ENV)
-Tell = Callable[[MoveNews], None]  # hears what becomes of a move
+Tell = Callable[[messages.MoveNews], None]  # hears what becomes of a move
 
 
 _GOES_ON = "; training goes on"
@@ -77,7 +64,7 @@ class _Move:
     paused_in: int = NO_STEP
     ask_at_s: float = 0.0
     asked: dict[int, int] = field(default_factory=dict)
-    offers: dict[int, Offered] = field(default_factory=dict)
+    offers: dict[int, messages.Offered] = field(default_factory=dict)
     problem: str = ""  # why the ranks stay after all; they may have agreed on a boundary already
 
 
@@ -110,7 +97,7 @@ class Moves:
             move.successors[rank.number] = rank.incarnation + 1
             env = job.rendezvous.rank_env(rank.number, index)
             env = {name: value for name, value in env.items() if name not in _OF_THE_STORE}  # that of others yet
-            spare.send(Spawn(rank.number, rank.incarnation + 1, job.coming, "", env))
+            spare.send(messages.Spawn(rank.number, rank.incarnation + 1, job.coming, "", env))
         self._say(tell, f"node {index} moves to a spare ({why}): its successors start while training goes on")
 
     def _obstacle(self, index: int) -> str:
@@ -136,13 +123,13 @@ class Moves:
     def hear(self, node: Node, message: NodeMessage) -> bool:
         """Act on a message of a node if it is about a move; return whether it is."""
         move = self._move
-        if isinstance(message, MoveWanted):
+        if isinstance(message, messages.MoveWanted):
             if self._job.is_in_place(node):
                 index = node.index
                 self.ask(index, message.reason, lambda news: self._job.nodes[index].send(news))
-        elif isinstance(message, Paused):
+        elif isinstance(message, messages.Paused):
             self._paused(message)
-        elif isinstance(message, Offered):
+        elif isinstance(message, messages.Offered):
             if move is not None and node is move.node and move.asked.get(message.rank) == message.incarnation:
                 move.offers[message.rank] = message
                 self._regrouping.begin_if_all_are_here()
@@ -154,20 +141,20 @@ class Moves:
 
     def _of_successor(self, move: _Move, message: NodeMessage) -> None:
         """Act on what has become of a process on the spare that has no place in the job yet."""
-        if isinstance(message, Hello) and move.stage is _Stage.WARMING:
+        if isinstance(message, messages.Hello) and move.stage is _Stage.WARMING:
             move.here.add(message.rank)
             if len(move.here) == len(move.successors):
                 seconds = self._job.clock() - move.began_s
                 move.stage, move.by_s = _Stage.PAUSING, None
                 here = f"node {move.node.index} has successors on the spare ({seconds:.1f} s)"
                 self._say(move.tell, f"{here}: ranks pause at the next step boundary")
-        elif isinstance(message, RankEnded):
+        elif isinstance(message, messages.RankEnded):
             ended = exit_cause(message.rank, message.code, NO_STEP, "on the spare")
             self._stay(f"{ended}; its log: {message.log_path}")
-        elif isinstance(message, DeviceBad):
+        elif isinstance(message, messages.DeviceBad):
             self._stay(f"a device of the spare must not be used: {message.why}")
 
-    def _paused(self, message: Paused) -> None:
+    def _paused(self, message: messages.Paused) -> None:
         move = self._move
         if move is None or move.stage is not _Stage.PAUSING or message.generation != self._job.generation:
             return
@@ -197,7 +184,7 @@ class Moves:
             for rank in new:
                 move.asked[rank.number] = rank.incarnation
                 move.offers.pop(rank.number, None)
-            move.node.send(Offer(job.generation, job.high_water, [rank.number for rank in new]))
+            move.node.send(messages.Offer(job.generation, job.high_water, [rank.number for rank in new]))
         if len(move.offers) < len(ranks):
             return True
         problem = next((offer.problem for offer in move.offers.values() if offer.problem), "")
@@ -213,7 +200,7 @@ class Moves:
         move.stage, move.by_s = _Stage.FILLING, None
         job.spares.remove(move.spare)
         move.spare.is_reserved, move.node.is_reserved = False, True
-        move.node.send(Displaced())
+        move.node.send(messages.Displaced())
         job.spares.append(move.node)  # it hears of the job's end
         job.put_in_place(move.spare, index)
         for rank in job.ranks_of(move.spare):
@@ -260,7 +247,7 @@ class Moves:
             if is_new:
                 move.paused.clear()
             move.paused_in, move.ask_at_s = job.generation, now_s + _ASK_AGAIN_S
-            job.tell_nodes(Pause(job.generation))
+            job.tell_nodes(messages.Pause(job.generation))
         elif move.by_s is not None and now_s >= move.by_s:
             who = "its successors" if move.stage is _Stage.WARMING else "its ranks' state"
             self._stay(f"{who} did not come within {job.config.regroup_timeout_s:g} s")
@@ -270,7 +257,7 @@ class Moves:
     def _settle(self, move: _Move) -> None:
         """End the processes that have moved, since all ranks have made a step without them."""
         self._job.rendezvous.sources = {}
-        move.node.send(Discard(moved=True))
+        move.node.send(messages.Discard(moved=True))
         seconds, step = self._job.clock() - move.began_s, self._job.high_water
         self._move = None
         self._job.incidents.emit(EventName.MOVED, "point", node_number=move.spare.index, seconds=seconds, step=step)
@@ -294,9 +281,9 @@ class Moves:
         move.spare.is_reserved = False
         if not move.spare.lost:
             move.spare.joined = False  # until they have ended
-            move.spare.send(Discard(moved=True))
+            move.spare.send(messages.Discard(moved=True))
         self._say(move.tell, f"node {move.node.index} was not moved: {why}", is_over=True)
 
     def _say(self, tell: Tell, line: str, *, is_over: bool = False, is_moved: bool = False) -> None:
         self._job.say(line)
-        tell(MoveNews(line, is_over, is_moved))
+        tell(messages.MoveNews(line, is_over, is_moved))

@@ -11,22 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from checkpointless.launcher.coordinator.hang_watch import HangWatch
 from checkpointless.launcher.coordinator.incident_policy import GiveUpDecision
 from checkpointless.launcher.coordinator.job import FAILED, Job, Phase, Rank
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.board import NO_STEP
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, exit_cause
-from checkpointless.launcher.protocol.messages import (
-    COUNTED,
-    IN_BLOCK,
-    FaultNotice,
-    Finish,
-    Go,
-    HandOver,
-    Kill,
-    OneEnded,
-    OpenStore,
-    RankEnded,
-    RankState,
-    Spawn,
-)
+from checkpointless.launcher.protocol.messages import COUNTED, IN_BLOCK, RankState
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.wording import plural
 
@@ -58,7 +46,7 @@ class Processes:
         host = next(here, None)
         self._job.rendezvous.ask(coming if host else -1, host.index if host else -1)
         if host is not None:
-            host.send(OpenStore(coming))
+            host.send(messages.OpenStore(coming))
 
     def restart_all(self) -> None:
         """Have every rank get a new process, for which nothing of the earlier ones counts."""
@@ -122,7 +110,7 @@ class Processes:
         for node in job.nodes:
             numbers = [rank.number for rank in entered if rank.node is node]
             if numbers:
-                node.send(HandOver(job.generation, job.high_water, numbers))
+                node.send(messages.HandOver(job.generation, job.high_water, numbers))
         for rank in entered:
             job.move(rank, RankState.LEAVING)
             rank.entered = False
@@ -136,7 +124,7 @@ class Processes:
         afresh = job.origin == job.coming > 0
         incident = job.incidents.open
         incident_id = incident.id if incident is not None else ""
-        rank.node.send(Spawn(rank.number, rank.incarnation, job.coming, incident_id, env, anyway, afresh))
+        rank.node.send(messages.Spawn(rank.number, rank.incarnation, job.coming, incident_id, env, anyway, afresh))
 
 
 _NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
@@ -244,13 +232,13 @@ class Regrouping:
             self._notify_at_s = None
             self._job.tell_nodes(self.interruption())
 
-    def interruption(self) -> FaultNotice:
+    def interruption(self) -> messages.FaultNotice:
         """Return the notice that has ranks leave their block because of the open incident."""
         incident = self._incidents.open
         assert incident is not None
-        return FaultNotice(self._job.generation, incident.id, str(incident.cause), incident.cause.culprit)
+        return messages.FaultNotice(self._job.generation, incident.id, str(incident.cause), incident.cause.culprit)
 
-    def ended(self, rank: Rank, ended: RankEnded) -> None:
+    def ended(self, rank: Rank, ended: messages.RankEnded) -> None:
         """Act on the end of a rank's process: have it replaced, or end the job."""
         job, was = self._job, rank.state
         self._job.move(rank, RankState.GONE)
@@ -265,7 +253,7 @@ class Regrouping:
                     self._end_or_restart(cause, words, *ended.last_lines, words)
             elif not self._one_ended:
                 self._one_ended = True
-                job.tell_nodes(OneEnded(rank.number))
+                job.tell_nodes(messages.OneEnded(rank.number))
             self.check_end()
             return
         cause = exit_cause(rank.number, ended.code, ended.making)
@@ -383,7 +371,7 @@ class Regrouping:
             job.say(f"incident {incident.id}: {names} did not come back in time and is replaced")
             for rank in late:
                 if rank.state is not RankState.GONE:
-                    rank.node.send(Kill(rank.number, rank.incarnation, job.generation))
+                    rank.node.send(messages.Kill(rank.number, rank.incarnation, job.generation))
 
     def _what_is_missing(self) -> str:
         """Return which node or store has not come in time; "" if only ranks are late, which can be replaced."""
@@ -418,7 +406,8 @@ class Regrouping:
         job.progress.forget()
         sources = {str(rank): source for rank, source in job.rendezvous.sources.items()}
         incident_id = incident.id if incident else None
-        job.tell_nodes(Go(job.generation, incident_id, env, job.high_water, job.target, job.origin, sources))
+        steps = job.high_water, job.target, job.origin
+        job.tell_nodes(messages.Go(job.generation, incident_id, env, *steps, sources))
         self._incidents.emit(EventName.GO, "point", high_water=job.high_water)
 
     def _look_back(self) -> None:
@@ -467,7 +456,7 @@ class Regrouping:
         for rank in self._job.ranks:
             if rank.state in IN_BLOCK:
                 self._job.move(rank, RankState.FINISHED)
-        self._job.tell_nodes(Finish())
+        self._job.tell_nodes(messages.Finish())
 
     def check_end(self) -> None:
         """End the job if all processes have ended, or if one has ended that the others wait for."""

@@ -18,40 +18,10 @@ import msgspec
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.agent.ranks.output import Printed
 from checkpointless.launcher.agent.ranks.zygote import ForkServer, ForkServerLostError, Ready, Start, Started
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.board import NO_STEP, Board
 from checkpointless.launcher.protocol.causes import Cause, CauseKind, signal_name
-from checkpointless.launcher.protocol.messages import (
-    COUNTED,
-    FROM_RANK,
-    IN_BLOCK,
-    AgentMessage,
-    Answer,
-    Barrier,
-    DeviceBad,
-    Done,
-    End,
-    Ending,
-    FaultReport,
-    Finish,
-    GiveUp,
-    HandOver,
-    Hello,
-    Inexact,
-    Joined,
-    LineBuffer,
-    NodeMessage,
-    Offer,
-    Offered,
-    PassedOn,
-    Paused,
-    ProtocolError,
-    RankEnded,
-    RankMessage,
-    RankState,
-    Replace,
-    Spawn,
-    encode,
-)
+from checkpointless.launcher.protocol.messages import COUNTED, IN_BLOCK, NodeMessage, RankState
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import Edge, EventLog
 from checkpointless.observability.telemetry.wording import numbered, printable
@@ -75,7 +45,7 @@ class NodeJobState:
         self.incident: str | None = None
         self.run_id = ""
         self.finished = False
-        self.outcome: End | None = None
+        self.outcome: messages.End | None = None
 
     def emit(self, stage: EventName, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
         """Write an event of the generation and incident that this node knows of."""
@@ -124,12 +94,12 @@ class LocalRank:
     handed_over: bool = False
     beats: _Beats = field(default_factory=_Beats)
     started_at_s: float = 0.0
-    ended: RankEnded | None = None
+    ended: messages.RankEnded | None = None
     is_cut_off: bool = False
     is_shown: bool = False
     kill_at_s: float | None = None
     _selector: selectors.BaseSelector | None = None
-    _lines: LineBuffer = field(default_factory=LineBuffer)
+    _lines: messages.LineBuffer = field(default_factory=messages.LineBuffer)
 
     def connect(
         self, connection: socket.socket, selector: selectors.BaseSelector, on_readable: Callable[[], None]
@@ -137,20 +107,20 @@ class LocalRank:
         """Take the agent's end of the socket pair of a process."""
         connection.setblocking(False)
         selector.register(connection, selectors.EVENT_READ, on_readable)
-        self.connection, self._selector, self._lines = connection, selector, LineBuffer()
+        self.connection, self._selector, self._lines = connection, selector, messages.LineBuffer()
 
-    def send(self, message: AgentMessage) -> bool:
+    def send(self, message: messages.AgentMessage) -> bool:
         """Send ``message``; return False if the rank has ended, or has read nothing for a long time."""
         if self.connection is None:
             return False
         try:
-            data = encode(message)
+            data = messages.encode(message)
             return self.connection.send(data) == len(data)
         except OSError as error:
             logger.info("rank %d cannot be told %r: %s", self.number, message.type, error)
             return False
 
-    def receive(self) -> list[RankMessage] | None:
+    def receive(self) -> list[messages.RankMessage] | None:
         """Return what is complete after one read (None: there was nothing to read); ``EOFError`` at a hang-up."""
         try:
             data = b"" if self.connection is None else self.connection.recv(64 * 1024)
@@ -161,7 +131,7 @@ class LocalRank:
             data = b""
         if not data:
             raise EOFError
-        return [FROM_RANK.decode(line) for line in self._lines.feed(data)]
+        return [messages.FROM_RANK.decode(line) for line in self._lines.feed(data)]
 
     def begin(self, now_s: float) -> None:
         self.state = RankState.RUNNING
@@ -190,7 +160,7 @@ _END_S = 0.5  # for a killed check to end; one that the kernel holds does not
 class _Run:
     """A run of the check, in a process group of its own; ``why`` it failed is to be reported at ``report_at_s``."""
 
-    def __init__(self, config: LaunchConfig, spawn: Spawn, env: Mapping[str, str], now_s: float) -> None:
+    def __init__(self, config: LaunchConfig, spawn: messages.Spawn, env: Mapping[str, str], now_s: float) -> None:
         self.spawn, self.why, self.report_at_s, self.not_run = spawn, "", 0.0, ""
         self.process = begin_by_shell(config.check_command, env={**os.environ, **env}, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
@@ -244,7 +214,7 @@ class _DeviceChecks:
         """Return the incarnation of the rank's process that is held; None: none is."""
         return self._held[rank].spawn.incarnation if rank in self._held else None
 
-    def hold(self, spawn: Spawn, env: Mapping[str, str]) -> bool:
+    def hold(self, spawn: messages.Spawn, env: Mapping[str, str]) -> bool:
         """Begin to check the device of a rank; return whether its process is held until that is over."""
         self.drop(spawn.rank)
         if not self._config.check_command or spawn.incarnation == 0 or spawn.anyway:
@@ -255,7 +225,7 @@ class _DeviceChecks:
             self._say(_NO_CHECK.format(spawn.rank, error))
         return spawn.rank in self._held
 
-    def passed(self) -> list[Spawn]:
+    def passed(self) -> list[messages.Spawn]:
         """Return the processes that may be started by now, and report those that must not be."""
         self._ending = [process for process in self._ending if process.poll() is None]
         return [held.spawn for held in list(self._held.values()) if self._has_passed(held, self._clock())]
@@ -294,7 +264,7 @@ class _DeviceChecks:
                 del self._held[spawn.rank]
         if why and now_s >= held.report_at_s:
             held.report_at_s = now_s + REPORT_AGAIN_S
-            self._report(DeviceBad(spawn.rank, spawn.incarnation, why))
+            self._report(messages.DeviceBad(spawn.rank, spawn.incarnation, why))
         return why == ""
 
 
@@ -331,7 +301,7 @@ class ProcessKeeper:
         self._server_lost = False
         self._make_rank, self._rank_env, self._selector = make_rank, rank_env, selector
         self._checks = _DeviceChecks(job, config, report, say, clock)
-        self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
+        self._next: dict[int, messages.Spawn] = {}  # to be started when the living process of the rank has ended
         self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
         self._told_of: set[int] = set()  # signals that ranks have no handlers for
         selector.register(self._server.readable, selectors.EVENT_READ, self.hear)
@@ -382,7 +352,7 @@ class ProcessKeeper:
             else:
                 self._on_exit(rank, item.code)
 
-    def spawn(self, spawn: Spawn) -> None:
+    def spawn(self, spawn: messages.Spawn) -> None:
         """Start a process of a rank, once its device has passed the check if it had a process before.
 
         If the rank's last process lives, it is killed first: the coordinator counts on the new one only.
@@ -411,7 +381,7 @@ class ProcessKeeper:
         if not self._checks.hold(spawn, {**self._rank_env, **spawn.env}):
             self._start(rank, spawn)
 
-    def _start(self, rank: LocalRank, spawn: Spawn) -> None:
+    def _start(self, rank: LocalRank, spawn: messages.Spawn) -> None:
         job = self._job
         if spawn.afresh:
             rank.board.clear_snapshots()
@@ -435,7 +405,7 @@ class ProcessKeeper:
     def terminate(self, number: int) -> None:
         """Let go of the blocks that return, and ask every process to end with the signal ``number``."""
         for rank in self.alive():
-            rank.send(Ending())
+            rank.send(messages.Ending())
         for rank in self.alive():
             if self._checks.drop(rank.number):
                 rank.state = RankState.GONE
@@ -457,12 +427,12 @@ class ProcessKeeper:
             name, ranks = signal_name(number), numbered("rank", would_die)
             self._say(f"{name} is not passed on to {ranks}: without a handler a process would die of it")
 
-    def tell_waiting(self, command: HandOver | Offer) -> None:
+    def tell_waiting(self, command: messages.HandOver | messages.Offer) -> None:
         """Have processes that wait at the barrier hand or offer their state to successors."""
         for number in command.ranks:
             rank = self.ranks.get(number)
             if rank is not None and rank.state is RankState.READY:
-                if isinstance(command, HandOver):
+                if isinstance(command, messages.HandOver):
                     rank.state = RankState.LEAVING
                 if not rank.send(command):
                     self.kill(rank)
@@ -501,7 +471,7 @@ class ProcessKeeper:
         self.is_discarding = True
         self._next.clear()
         for rank in self.alive():
-            if grace_s and rank.state is RankState.READY and rank.send(Finish()):
+            if grace_s and rank.state is RankState.READY and rank.send(messages.Finish()):
                 rank.kill_at_s = self._clock() + grace_s
                 continue
             rank.disconnect()
@@ -533,7 +503,7 @@ class ProcessKeeper:
             self._selector.register(self._server.readable, selectors.EVENT_READ, self.hear)
             return
         self.can_start = True
-        self._report(Joined())
+        self._report(messages.Joined())
 
     def _on_exit(self, rank: LocalRank, code: int) -> None:
         if rank.pid is not None:  # else the kernel has given it no process
@@ -558,7 +528,7 @@ class ProcessKeeper:
             self._join_when_empty()
             return
         reading = rank.board.read()
-        rank.ended = RankEnded(
+        rank.ended = messages.RankEnded(
             rank.number,
             rank.incarnation,
             code,
@@ -575,14 +545,14 @@ class ProcessKeeper:
     def _join_when_empty(self) -> None:
         if self.is_discarding and not self.alive():
             self.is_discarding = False
-            self._report(Joined())
+            self._report(messages.Joined())
 
     def _hear_rank(self, rank: LocalRank) -> None:
         if rank.pid is None:
             self._hear_server()  # which process this is, if both have spoken since the last look
         try:
             self._reports.hear(rank)
-        except ProtocolError as error:
+        except messages.ProtocolError as error:
             self._say(f"rank {rank.number} broke the protocol and is replaced: {error}")
             rank.disconnect()
             self.kill(rank)
@@ -599,41 +569,41 @@ class _RankReports:
     def hear(self, rank: LocalRank) -> None:
         while rank.connection is not None:
             try:
-                messages = rank.receive()
+                heard = rank.receive()
             except EOFError:
                 rank.disconnect()
                 if rank.state in COUNTED and self._job.outcome is None:
                     rank.kill_at_s = self._clock() + EXIT_GRACE_S
                 return
-            if messages is None:
+            if heard is None:
                 return
-            for message in messages:
+            for message in heard:
                 if self._job.outcome is None:
                     self._on_message(rank, message)
 
-    def _on_message(self, rank: LocalRank, message: RankMessage) -> None:
-        if isinstance(message, Hello):
+    def _on_message(self, rank: LocalRank, message: messages.RankMessage) -> None:
+        if isinstance(message, messages.Hello):
             self._on_hello(rank, message)
-        elif isinstance(message, GiveUp):
+        elif isinstance(message, messages.GiveUp):
             self._report(message)
-        elif isinstance(message, Replace):
+        elif isinstance(message, messages.Replace):
             self._on_replace(rank, message)
-        elif isinstance(message, Offered | Answer):
+        elif isinstance(message, messages.Offered | messages.Answer):
             self._pass_on(rank, message)
         elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
-        elif isinstance(message, FaultReport):
+        elif isinstance(message, messages.FaultReport):
             self._trouble(rank, message.cause)
-        elif isinstance(message, Inexact | Paused):
+        elif isinstance(message, messages.Inexact | messages.Paused):
             self._pass_on(rank, message)
-        elif isinstance(message, Barrier):
+        elif isinstance(message, messages.Barrier):
             rank.state = RankState.READY
             self._pass_on(rank, message)
-        elif isinstance(message, Done) and rank.state is RankState.RUNNING:
+        elif isinstance(message, messages.Done) and rank.state is RankState.RUNNING:
             rank.state = RankState.DONE
             self._pass_on(rank, message)
 
-    def _on_hello(self, rank: LocalRank, message: Hello) -> None:
+    def _on_hello(self, rank: LocalRank, message: messages.Hello) -> None:
         if rank.state not in (RankState.STARTING, RankState.FINISHED):
             logger.warning("rank %d said hello in the state %s", rank.number, rank.state.value)
             return
@@ -645,7 +615,7 @@ class _RankReports:
         rank.state = RankState.READY
         self._pass_on(rank, message)
 
-    def _on_replace(self, rank: LocalRank, message: Replace) -> None:
+    def _on_replace(self, rank: LocalRank, message: messages.Replace) -> None:
         rank.forgiven, rank.handed_over = True, message.handed_over
         rank.kill_at_s = self._clock() + EXIT_GRACE_S
         if rank.state in IN_BLOCK:
@@ -654,10 +624,10 @@ class _RankReports:
             self._trouble(rank, Cause(CauseKind.LOSS, rank.number, "replace", what, step, message.reason))
 
     def _trouble(self, rank: LocalRank, cause: Cause) -> None:
-        report = FaultReport(self._job.generation, msgspec.structs.replace(cause, rank=rank.number))
+        report = messages.FaultReport(self._job.generation, msgspec.structs.replace(cause, rank=rank.number))
         self._pass_on(rank, report)
 
-    def _pass_on(self, rank: LocalRank, message: PassedOn) -> None:
+    def _pass_on(self, rank: LocalRank, message: messages.PassedOn) -> None:
         """Report what a rank says, and with it which process says it and what its board shows."""
         reading = rank.board.read()
         seen = {"committed": reading.committed, "making": reading.making}
