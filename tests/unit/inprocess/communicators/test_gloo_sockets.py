@@ -6,13 +6,13 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
 
 from checkpointless.inprocess.communicators import process_groups
 from checkpointless.inprocess.communicators.process_groups import _GlooSockets
-from checkpointless.inprocess.exceptions import RankShouldRestart
 from tests.descriptors import descriptors
 
 
@@ -22,19 +22,11 @@ def made(noted: _GlooSockets, make_group: Callable[[], object], backend: str | N
         make_group()
 
 
-def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed, fails = process_groups._sockets, [False]
-
-    def list_or_fail() -> dict[int, int]:
-        if fails[0]:
-            raise OSError(errno.EMFILE, "no descriptors")
-        return listed()
-
-    monkeypatch.setattr(process_groups, "_sockets", list_or_fail)
-    noted = _GlooSockets()
-    with pytest.raises(OSError, match="no descriptors"):
-        made(noted, lambda: fails.__setitem__(0, True))
-    fails[0] = False
+def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups() -> None:
+    noted, listing = _GlooSockets(), Mock(side_effect=process_groups._sockets)
+    used_up = OSError(errno.EMFILE, "no descriptors")
+    with patch.object(process_groups, "_sockets", listing), pytest.raises(OSError, match="no descriptors"):
+        made(noted, lambda: listing.configure_mock(side_effect=used_up))
     mine, other = connected()
     assert noted.shutdown() == 0
     assert still_talk(mine, other)
@@ -90,51 +82,39 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
 def test_what_other_threads_open_while_a_group_is_made_is_left_alone(backend: str | None) -> None:
     """As a logger that sends metrics, or a server that shows them."""
     noted = _GlooSockets()
-    mine: list[tuple[socket.socket, socket.socket]] = []
+    mine: list[socket.socket] = []
     others: list[tuple[socket.socket, socket.socket]] = []
 
     def make_group() -> None:
         with ThreadPoolExecutor(1) as pool:
             others.append(pool.submit(connected).result())
-        mine.append(connected_by_gloo())
+        mine.extend(connected_by_gloo())
         assert noted.shutdown() == 2
 
     made(noted, make_group, backend)
-    mine.append(connected_by_gloo())  # of a library that is not the group's
+    others.append(connected_by_gloo())  # of a library that is not the group's
     assert noted.shutdown() == 0
-    assert [each.recv(1) for each in mine[0]] == [b"", b""]
-    assert still_talk(*others[0])
-    assert still_talk(*mine[1])
+    assert [each.recv(1) for each in mine] == [b"", b""]
+    assert [still_talk(*each) for each in others] == [True, True]
     noted.release()
-    for each in mine[0]:
+    for each in mine:
         each.close()
 
 
-def test_a_socket_is_left_open_where_an_interruption_comes_while_it_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_socket_is_left_open_where_an_interruption_comes_while_it_is_looked_at() -> None:
     """Else gloo would go on with a descriptor that something else has got meanwhile."""
-
-    def interrupted(*_: object) -> bool:
-        raise RankShouldRestart
-
     mine, other = connected_by_gloo()
-    with monkeypatch.context() as patched:
-        patched.setattr(process_groups, "_option", interrupted)
-        with pytest.raises(RankShouldRestart):
-            process_groups._is_backends(mine.fileno(), gloo=True)
+    with patch.object(process_groups, "_option", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        process_groups._is_backends(mine.fileno(), gloo=True)
     assert still_talk(mine, other)
 
 
 def test_marks_of_gloos_sockets() -> None:
     """A version of torch whose sockets are others would not be freed in an abort."""
     before, store = set(process_groups._sockets().values()), dist.HashStore()
+    gloo, limit = dist.ProcessGroupGloo, timedelta(seconds=60)
     with ThreadPoolExecutor(2) as pool:
-        made = [
-            pool.submit(dist.ProcessGroupGloo, store, rank, 2, timedelta(seconds=60))  # type: ignore[arg-type]
-            for rank in range(2)
-        ]
-        groups = [each.result() for each in made]
+        groups = list(pool.map(lambda rank: gloo(store, rank, 2, limit), range(2)))  # type: ignore[arg-type]
     present = process_groups._sockets()
     opened = {inode for inode in present.values() if inode not in before}
     assert len(opened) == 4, "two that listen, and both ends of a connection"
@@ -164,9 +144,7 @@ def test_only_a_server_of_nccls_that_nobody_has_met_is_shut_down() -> None:
         stack.enter_context(met.accept()[0])
         met.setblocking(False)
         noted = _GlooSockets()
-        assert noted.shutdown() == 0
-        assert noted.shutdown(unmet=True) == 1
-        assert noted.shutdown(unmet=True) == 0
+        assert [noted.shutdown(unmet=asked) for asked in (False, True, True)] == [0, 1, 0]
         with pytest.raises(OSError, match="Invalid argument"):
             unmet.accept()
         for each in others:
@@ -176,9 +154,8 @@ def test_only_a_server_of_nccls_that_nobody_has_met_is_shut_down() -> None:
 
 def test_the_store_is_known_by_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, other = connected()
-    monkeypatch.setenv("MASTER_PORT", "1")
-    assert _GlooSockets().shutdown() == 0
-    monkeypatch.setenv("MASTER_PORT", str(mine.getpeername()[1]))
-    assert _GlooSockets().shutdown() == 1
+    for port, cut in ((1, 0), (mine.getpeername()[1], 1)):
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert _GlooSockets().shutdown() == cut
     with mine, other:
         assert mine.recv(1) == b""

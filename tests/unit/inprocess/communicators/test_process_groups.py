@@ -7,8 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,13 +19,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import process_groups
-from checkpointless.inprocess.communicators import process_groups as group_owner
-from checkpointless.inprocess.communicators.process_groups import (
-    MOST_COUNTS,
-    _CapturedGraphs,
-    _GraphGivenUpError,
-    _ProcessGroups,
-)
+from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, _CapturedGraphs, _ProcessGroups
 from checkpointless.launcher.protocol.messages import FROM_RANK, Answer, encode
 from checkpointless.system import nccl
 from checkpointless.system.nccl import SETTINGS, apply, problem_of_version
@@ -42,18 +39,10 @@ def make() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def test_the_name_of_a_group_that_was_being_made_is_free_again(
-    groups: _ProcessGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_of_a_group_that_was_being_made_is_free_again(groups: _ProcessGroups) -> None:
     """The interruption comes in ``init_process_group``, after torch has registered the group's name."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(c10d, "_update_default_pg", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            make()
+    with patch.object(c10d, "_update_default_pg", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        make()
     assert not dist.is_initialized()
     groups.destroy()
     make()
@@ -110,34 +99,26 @@ class FakeGroup:
         return self._backend
 
 
-class Wrapper:
-    """Stands in for what torch puts around a backend to look at its collectives."""
-
-    def __init__(self, wrapped_pg: FakeNCCL) -> None:
-        self.wrapped_pg = wrapped_pg
-
-
-def world_of(monkeypatch: pytest.MonkeyPatch, *backends: Any) -> None:
+def abort_all(*backends: Any) -> None:
     pg_map = {FakeGroup(backend): None for backend in backends}
-    monkeypatch.setattr(c10d, "_world", type("World", (), {"pg_map": pg_map}))
+    with patch.object(c10d, "_world", SimpleNamespace(pg_map=pg_map)):
+        _ProcessGroups().abort()
 
 
-def test_communicators_of_one_device_are_aborted_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicators_of_one_device_are_aborted_at_the_same_time() -> None:
     together = threading.Barrier(4)
     backends = [FakeNCCL(together) for _ in range(4)]
-    # The same backend belongs to a group and to a part of it; another one is wrapped.
-    world_of(monkeypatch, *backends[:3], backends[0], Wrapper(backends[3]))
-    _ProcessGroups().abort()
+    # The same backend belongs to a group and to a part of it; torch has wrapped another one to look at it.
+    abort_all(*backends[:3], backends[0], SimpleNamespace(wrapped_pg=backends[3]))
     assert [each.aborts for each in backends] == [1] * 4
 
 
-def test_an_abort_that_fails_keeps_no_other_from_being_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_that_fails_keeps_no_other_from_being_aborted() -> None:
     broken, whole = threading.Barrier(2), threading.Barrier(1)
     broken.abort()
     backends = [FakeNCCL(broken), FakeNCCL(whole)]
-    world_of(monkeypatch, *backends)
     with pytest.raises(threading.BrokenBarrierError):
-        _ProcessGroups().abort()
+        abort_all(*backends)
     assert [each.aborts for each in backends] == [1, 1]
 
 
@@ -156,7 +137,7 @@ def test_counts_that_fit_into_no_message_are_left_out_altogether() -> None:
 def test_after_the_last_block_only_groups_that_it_has_destroyed_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that it leaves are torch's, and end as without us."""
     held: list[object] = []
-    monkeypatch.setattr(group_owner, "_bury", held.extend)
+    monkeypatch.setattr(process_groups, "_bury", held.extend)
     groups = _ProcessGroups()
     groups.install()
     make()
@@ -181,19 +162,12 @@ def test_the_debug_level_detail_is_lowered_with_a_warning(caplog: pytest.LogCapt
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL is lowered to INFO" in caplog.text
 
 
-class Rank:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def rank(self) -> int:
-        return self.number
-
-
 def test_both_ends_of_a_message_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for rank, peer, is_send in ((0, 2, True), (2, 0, False)):
-        groups, group = _ProcessGroups(), Rank(rank)
-        monkeypatch.setattr(c10d, "_world", type("World", (), {"pg_names": {group: "4"}}))
+        groups, group = _ProcessGroups(), Mock()
+        group.rank.return_value = rank
+        monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_names={group: "4"}))
         counted = groups.counting(is_send, lambda *given: given)
         for _ in range(3):
             assert counted(group, [], peer, 7) == (group, [], peer, 7)
@@ -213,9 +187,9 @@ def test_the_last_reference_is_never_dropped_by_the_thread_that_reaps() -> None:
     sys.setswitchinterval(1e-6)  # the new thread runs at once
     try:
         buried = [Group() for _ in range(300)]
-        group_owner._bury([*buried])
+        process_groups._bury([*buried])
         buried.clear()
-        group_owner.process_groups.reap()
+        process_groups.process_groups.reap()
         wait_until(lambda: len(ended_in) == 300)
     finally:
         sys.setswitchinterval(interval)
@@ -262,16 +236,14 @@ def test_a_graph_is_not_reset_while_it_is_replayed(graphs: _CapturedGraphs) -> N
     aborted = threading.Event()  # the kernels before it, whose end makes room in the queue
     graph = Graph(aborted)
     graph.capture_end()
-    replaying = threading.Thread(target=graph.replay)
-    replaying.start()
-    assert graph.began.wait(60)
-    giving_up = threading.Thread(target=graphs.give_up)
-    giving_up.start()
-    giving_up.join(0.2)
-    assert graph.resets == 0
-    aborted.set()
-    giving_up.join(60)
-    replaying.join(60)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(graph.replay)
+        assert graph.began.wait(60)
+        giving_up = pool.submit(graphs.give_up)
+        with pytest.raises(TimeoutError):
+            giving_up.result(0.2)
+        assert graph.resets == 0
+        aborted.set()
     assert (graph.replays, graph.resets) == (1, 1)
 
 
@@ -280,7 +252,7 @@ def test_a_graph_whose_capture_ends_after_the_abort_began_is_given_up(graphs: _C
     graphs.give_up()
     late.capture_end()
     assert late.resets == 1
-    with pytest.raises(_GraphGivenUpError):
+    with pytest.raises(process_groups._GraphGivenUpError):
         late.replay()
     graphs.begin_generation()
     next_generations.capture_end()
@@ -297,17 +269,14 @@ def test_what_nobody_has_set_is_set(caplog: pytest.LogCaptureFixture) -> None:
     environ: dict[str, str] = {}
     assert apply(environ) == ()
     assert environ == {name: setting.value for name, setting in SETTINGS.items()}
-    assert apply(environ) == ()
-    assert caplog.messages == []
+    assert (apply(environ), caplog.messages) == ((), [])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_users_own_value_counts_and_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
     environ = {name: "3"}
-    assert apply(environ) == (name,)
-    assert environ[name] == "3"
-    (said,) = caplog.messages
-    assert said == f"{name}=3 is kept: {SETTINGS[name].otherwise}"
+    assert (apply(environ), environ[name]) == ((name,), "3")
+    assert caplog.messages == [f"{name}=3 is kept: {SETTINGS[name].otherwise}"]
 
 
 @pytest.mark.parametrize(("launcher", "kept"), [({"TORCHELASTIC_RUN_ID": "a"}, "0"), ({}, "1")])
@@ -317,15 +286,21 @@ def test_what_torchrun_gives_to_every_rank_is_no_users_wish(launcher: dict[str, 
     assert environ[HANDLING] == kept
 
 
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set none of the variables, and have those that are set meanwhile removed again."""
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize("there", [True, False])
 def test_groups_are_made_with_these_settings_where_there_is_nccl(
     there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nccl, "in_force", lambda: (2, 21, 5))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: there)
-    for name in SETTINGS:
-        monkeypatch.setenv(name, "to be restored")
-        monkeypatch.delenv(name)
     groups = _ProcessGroups()
     groups.install()
     groups.uninstall()
@@ -342,6 +317,7 @@ def test_a_version_whose_aborts_may_deadlock_is_named(version: tuple[int, ...], 
     assert (problem_of_version(version) is None) is is_fine
 
 
+@pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize(
     ("version", "users", "said"),
     [("2.13.0", None, 0), ("2.15.0+cu132", None, 1), ("3.0", None, 1), ("2.15.0", "0", 0)],
@@ -353,9 +329,6 @@ def test_nccl_means_what_it_meant_before_torch_2_15(
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    for name in SETTINGS:
-        monkeypatch.setenv(name, "to be restored")
-        monkeypatch.delenv(name)
     if users is not None:
         monkeypatch.setenv("TORCH_DIST_USE_NCCL2", users)
     process_groups._prepare_nccl()
