@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from checkpointless.state.port import SnapshotPoint
-from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
+from checkpointless.transfer.rank_groups import Group, all_groups, compact, expanded, names
 
 if TYPE_CHECKING:
     from checkpointless.launcher.protocol.causes import Json
@@ -72,12 +72,12 @@ class RankReport:
     def gathered(cls, answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:
         """Return the ranks' reports; lost streams count as kept by the rank ``jump`` places further on."""
         reports = []
-        groups = CompactGroups(len(answers))
+        parts = expanded([answer["report"]["parts"] for answer in answers])
         for rank, answer in enumerate(answers):
             each = answer["report"]
             streams = each["streams"] or (answers[(rank + jump) % len(answers)]["keeps"] if jump else [])
             report = msgspec.convert({**each, "streams": streams, "parts": ()}, cls)
-            reports.append(replace(report, parts=groups.read(each["parts"])))
+            reports.append(replace(report, parts=parts[rank]))
         return reports
 
     def to_json(self) -> dict[str, Json]:

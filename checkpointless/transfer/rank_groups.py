@@ -64,27 +64,24 @@ def compact(group: Group) -> Json:
     )
 
 
-class CompactGroups:
-    """Makes groups of what :func:`compact` made of them; equal ones become one object."""
+def expanded(told: Sequence[Iterable[Parsed]]) -> dict[int, tuple[Group, ...]]:
+    """Return the groups of each rank, in whose order they were told, which :func:`compact` made plain data of.
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._known: dict[str, Group] = {}
+    Equal groups become one object; ``ValueError`` if one has more members than there are ranks.
+    """
+    known: dict[str, Group] = {}
 
-    def read(self, told: Iterable[Parsed]) -> tuple[Group, ...]:
-        """Return the groups of one rank; raise ``ValueError`` if one has more members than there are ranks."""
-        return tuple(map(self._group, told))
+    def group_of(told_group: Parsed) -> Group:
+        name = repr(told_group)
+        if name not in known:
+            is_grid = isinstance(told_group, dict)
+            size = math.prod(count for _, count in told_group["by"]) if is_grid else len(told_group)
+            if size > len(told):
+                raise ValueError(f"a replica group of {size} ranks was reported, and there are {len(told)}")
+            known[name] = _ranks_of(told_group["first"], told_group["by"]) if is_grid else tuple(told_group)
+        return known[name]
 
-    def _group(self, told: Parsed) -> Group:
-        name = repr(told)
-        group = self._known.get(name)
-        if group is None:
-            is_grid = isinstance(told, dict)
-            size = math.prod(count for _, count in told["by"]) if is_grid else len(told)
-            if size > self._world_size:
-                raise ValueError(f"a replica group of {size} ranks was reported, and there are {self._world_size}")
-            group = self._known[name] = _ranks_of(told["first"], told["by"]) if is_grid else tuple(told)
-        return group
+    return {rank: tuple(map(group_of, groups)) for rank, groups in enumerate(told)}
 
 
 def _ranks_of(first: int, dimensions: Sequence[Sequence[int]]) -> Group:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.state.port import TrainingState, split
 from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_each
 from checkpointless.transfer.exchange import all_gather_json, wire_device
-from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
+from checkpointless.transfer.rank_groups import Group, all_groups, compact, expanded, names
 from checkpointless.transfer.tensor_entry import Key
 
 
@@ -22,11 +22,7 @@ def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
     fault.
     """
     parts = split(state, {key: tensor for key, tensor in state.tensors().items() if key not in own})
-    checksums = MemoryChecksumManager(enabled=True)
-    digests = {group: checksums.digest_all(part) for group, part in parts.items()}
-    told = all_gather_json([[compact(group), digests.get(group)] for group in state.groups()])
-    groups = CompactGroups(len(told))
-    known = {rank: groups.read(group for group, _ in mine) for rank, mine in enumerate(told)}
+    known, digests = _told(parts, state.groups())
     try:
         all_groups(known)
     except ValueError as error:
@@ -34,7 +30,7 @@ def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
     _require_the_same(
         parts,
         known,
-        [[digest for _, digest in mine] for mine in told],
+        digests,
         "it begins with other values on rank {rank} than on rank {first}: give it the same values before training "
         "(seed the ranks alike, or broadcast it), or say which ranks hold the same (group=)",
     )
@@ -43,19 +39,27 @@ def require_agreement(state: TrainingState, own: Collection[Key]) -> None:
 def require_equal_replicas(state: TrainingState, step: int) -> None:
     """Compare what the update of ``step`` left on ranks that hold all alike (not local SGD, say). Collective."""
     group = state.holders()
-    part = split(state, state.shard()).get(group, {})
-    digest = MemoryChecksumManager(enabled=True).digest_all(part)
-    told = all_gather_json([compact(group), digest])
-    groups = CompactGroups(len(told))
-    known = {rank: groups.read([mine]) for rank, (mine, _) in enumerate(told)}
+    parts = {group: split(state, state.shard()).get(group, {})}
     _require_the_same(
-        {group: part},
-        known,
-        [[theirs] for _, theirs in told],
+        parts,
+        *_told(parts, parts),
         f"after step {step} it has other values on rank {{rank}} than on rank {{first}}, so that none could be "
         "filled from another: reduce gradients over these ranks before update(), or say which ranks hold the same "
         "(group=)",
     )
+
+
+_Parts = Mapping[Group, Mapping[Key, torch.Tensor]]
+_Digests = list[list[str | None]]  # of each rank's groups
+
+
+def _told(parts: _Parts, groups: Iterable[Group]) -> tuple[Mapping[int, Sequence[Group]], _Digests]:
+    """Tell all ranks this one's groups; return those of each rank, and the digests of their parts. Collective."""
+    checksums = MemoryChecksumManager()
+    digests = {group: checksums.digest_all(part) for group, part in parts.items()}
+    told = all_gather_json([[compact(group), digests.get(group)] for group in groups])
+    known = expanded([[group for group, _ in theirs] for theirs in told])
+    return known, [[digest for _, digest in theirs] for theirs in told]
 
 
 def require_same_step(done: int) -> None:
@@ -70,12 +74,7 @@ def require_same_step(done: int) -> None:
         )
 
 
-def _require_the_same(
-    parts: Mapping[Group, Mapping[Key, torch.Tensor]],
-    known: Mapping[int, Sequence[Group]],
-    digests: Sequence[Sequence[str | None]],
-    reason: str,
-) -> None:
+def _require_the_same(parts: _Parts, known: Mapping[int, Sequence[Group]], digests: _Digests, reason: str) -> None:
     """Raise, for ``reason``, if holders of a group have sent different digests. Collective, if they have."""
     found: dict[Group, tuple[int, str | None]] = {}
     for rank, mine in enumerate(digests):
