@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -60,15 +60,13 @@ def choose(
     unusable: Collection[Copy] = (),
 ) -> Choice:
     """Choose the newest save of use of which every rank's part exists, and for each rank the cheapest copy."""
-    found: dict[SaveId, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
-    for copy in _usable_copies(holdings, places, unusable):
-        if is_of_use(copy.part.save) and copy.part.part < len(holdings):
-            found[copy.part.save][copy.part.part].append(copy)
+    found, ranks = _usable_copies(holdings, places, unusable), range(len(holdings))
     lacking: dict[SaveId, Sequence[int]] = {}
-    for save in sorted(found, reverse=True):
-        missing = [rank for rank in range(len(holdings)) if rank not in found[save]]
+    for save in sorted(filter(is_of_use, found), reverse=True):
+        missing = [rank for rank in ranks if rank not in found[save]]
         if not missing:
-            return Choice(save, _cheapest(found[save], places), lacking)
+            copies = {rank: found[save][rank] for rank in ranks}
+            return Choice(save, _cheapest(copies, places), lacking)
         lacking[save] = missing
     return Choice(lacking=lacking)
 
@@ -77,18 +75,20 @@ def choose_parts(
     holdings: Holdings, places: Sequence[str], save: SaveId, unusable: Collection[Copy] = ()
 ) -> Choice:
     """Choose the cheapest copy of each part of a save that any rank has, however many ranks there were."""
-    found: dict[int, list[Copy]] = defaultdict(list)
-    for copy in _usable_copies(holdings, places, unusable):
-        if copy.part.save == save:
-            found[copy.part.part].append(copy)
-    return Choice(save, _cheapest(found, places))
+    return Choice(save, _cheapest(_usable_copies(holdings, places, unusable)[save], places))
 
 
-def _usable_copies(holdings: Holdings, places: Sequence[str], unusable: Collection[Copy]) -> Iterator[Copy]:
+def _usable_copies(
+    holdings: Holdings, places: Sequence[str], unusable: Collection[Copy]
+) -> Mapping[SaveId, Mapping[int, Sequence[Copy]]]:
+    """Return the copies of each part of each save."""
+    found: dict[SaveId, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
     for holder, holding in enumerate(holdings):
         for place in places:
-            copies = (Copy(place, holder, part) for part in holding.get(place, ()))
-            yield from (copy for copy in copies if copy not in unusable)
+            for copy in (Copy(place, holder, part) for part in holding.get(place, ())):
+                if copy not in unusable:
+                    found[copy.part.save][copy.part.part].append(copy)
+    return found
 
 
 def _cheapest(copies: Mapping[int, Sequence[Copy]], places: Sequence[str]) -> tuple[Copy, ...]:
