@@ -60,7 +60,7 @@ def cpu_sides(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
         COPY: lambda: target.copy_(tensor),
         "digest_bytes": lambda: _digest_bytes(tensor_bytes(tensor)),
         "digest_all": lambda: manager.digest_all(shard),
-        "digest_on_device": lambda: _digest_on_device(tensor_bytes(tensor)),
+        "digest_on_device": lambda: _digest_on_device(tensor_bytes(tensor)).item(),
         "sha256": lambda: hashlib.sha256(tensor_bytes(tensor).numpy().data).digest(),
         "crc32": lambda: zlib.crc32(tensor_bytes(tensor).numpy().data),
     }
@@ -73,7 +73,7 @@ def cuda_sides(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
     shard = {("state", index): part for index, part in enumerate(tensor.chunk(TENSORS))}
     return {
         COPY: lambda: target.copy_(tensor),
-        "digest_on_device": lambda: _digest_on_device(tensor_bytes(tensor)),
+        "digest_on_device": lambda: _digest_on_device(tensor_bytes(tensor)).item(),
         "digest_all": lambda: manager.digest_all(shard),
         "to the host, digest_bytes": lambda: _digest_bytes(tensor_bytes(tensor).cpu()),
     }

@@ -106,7 +106,7 @@ def digest(mib: int, times: int, device: str) -> list[dict[str, Any]]:
     raw = torch.randint(0, 256, (mib << 20,), dtype=torch.uint8, device=device)
     target = torch.empty_like(raw)
     copies = _rates(raw.nbytes, _seconds(lambda: target.copy_(raw), times))
-    digests = _rates(raw.nbytes, _seconds(lambda: _digest_on_device(raw), times))
+    digests = _rates(raw.nbytes, _seconds(lambda: _digest_on_device(raw).item(), times))
     against = "copy on the device"
     return [
         figure(f"digest_on_device, {device}, {mib} MiB", "GB/s", digests, against, copies),

@@ -159,10 +159,10 @@ def digests() -> list[bool]:
     same = []
     for count in (0, 1, 7, 8, 1023, (32 << 20) + 5, 100_000_001):
         raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=made)
-        same.append(_digest_on_device(raw.cuda()) == _digest_on_device(raw))
+        same.append(bool(_digest_on_device(raw.cuda()) == _digest_on_device(raw)))
     for dtype in (torch.bfloat16, torch.float32, torch.int64):
         tensor = torch.randn(1000, 333, generator=made).mul(100).to(dtype)
-        same.append(_digest_on_device(tensor_bytes(tensor.cuda())) == _digest_on_device(tensor_bytes(tensor)))
+        same.append(bool(_digest_on_device(tensor_bytes(tensor.cuda())) == _digest_on_device(tensor_bytes(tensor))))
     return same
 
 

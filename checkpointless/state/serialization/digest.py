@@ -26,17 +26,12 @@ _WORD = (1 << 64) - 1
 _weights: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def _digest_on_device(flat: torch.Tensor) -> int:
-    """Return the 64-bit digest of a flat uint8 tensor, computed on its device, which is waited for.
+def _digest_on_device(flat: torch.Tensor) -> torch.Tensor:
+    """Return the 64-bit digest of a flat uint8 tensor, a signed int64 on its device, which is not waited for.
 
     It sums a bijective mix of each 8-byte lane with a weight of its position. A change of one lane always changes
     it; an exchange of two does unless they are equal or their mixes collide.
     """
-    return _unsigned(int(_digest_tensor(flat).item()))
-
-
-def _digest_tensor(flat: torch.Tensor) -> torch.Tensor:
-    """Return :func:`_digest_on_device` of ``flat`` as a signed int64 tensor, without waiting for the device."""
     whole = flat.numel() // _LANE_BYTES * _LANE_BYTES
     body, tail = flat[:whole], flat[whole:]
     total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
@@ -51,10 +46,6 @@ def _digest_tensor(flat: torch.Tensor) -> torch.Tensor:
         for number, start in enumerate(range(0, lanes.numel(), CHUNK_LANES)):
             total += _weighed_sum(number, lanes[start : start + CHUNK_LANES])
     return total
-
-
-def _unsigned(value: int) -> int:
-    return value & _WORD
 
 
 def _weighed_sum(number: int, lanes: torch.Tensor) -> torch.Tensor:
@@ -94,7 +85,7 @@ class PendingDigests:
         if is_on_host(flat):
             self._digests.append(xxhash.xxh3_64_intdigest(flat.numpy().data))
         else:
-            self._digests.append(_digest_tensor(flat))
+            self._digests.append(_digest_on_device(flat))
 
     def add_parts(self, parts: Iterable[torch.Tensor]) -> None:
         """Digest parts on the host, flat uint8 tensors, as if they lay end to end."""
@@ -112,7 +103,7 @@ class PendingDigests:
         }
         fetched = {device: iter(torch.stack(each).tolist()) for device, each in by_device.items()}  # waits for it
         for digest in self._digests:
-            found.append(_unsigned(next(fetched[digest.device])) if isinstance(digest, torch.Tensor) else digest)
+            found.append(next(fetched[digest.device]) & _WORD if isinstance(digest, torch.Tensor) else digest)
         return found
 
 

@@ -8,11 +8,11 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 45_203,
+    "lines of the product": 45_190,
     "modules of the product": 207,
     "public names of the product": 595,
     "private names of other packages": 104,
-    "lines of the tests": 47_146,
+    "lines of the tests": 47_145,
     "bytes of docs/": 202_252,
     "bytes of docs/architecture.md": 34_860,
     "bytes of docs/guarantees.md": 13_393,

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.state.serialization import digest
 from checkpointless.state.serialization import digest as digests
 from checkpointless.state.serialization.digest import (
     MemoryChecksumManager,
@@ -51,7 +50,7 @@ DTYPES = [
     torch.complex128,
 ]
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5), (2, 3, 4)]
-each_digest = pytest.mark.parametrize("digest", [_digest_bytes, _digest_on_device])
+each_digest = pytest.mark.parametrize("digest", [_digest_bytes, lambda flat: int(_digest_on_device(flat)) % 2**64])
 lanes = st.integers(-(2**63), 2**63 - 1)
 
 
@@ -103,7 +102,7 @@ def by_definition(flat: torch.Tensor, chunk_lanes: int) -> int:
 @given(st.binary(max_size=300))
 @examples(200)
 def test_the_digest_of_a_device_is_as_defined(data: bytes) -> None:
-    assert _digest_on_device(flat(data)) == by_definition(flat(data), digests.CHUNK_LANES)
+    assert _digest_on_device(flat(data)).item() % 2**64 == by_definition(flat(data), digests.CHUNK_LANES)
 
 
 @each_digest
@@ -183,7 +182,7 @@ def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
 def test_the_digest_is_the_same_on_every_device() -> None:
     for length in (0, 1, 7, 8, 9, 31, 32, 33, 1000):
         tensor = filled((length,), torch.uint8)
-        assert _digest_bytes(tensor.cuda()) == _digest_on_device(tensor)
+        assert _digest_bytes(tensor.cuda()) == _digest_on_device(tensor).item() % 2**64
 
 
 def test_digests_that_step_files_record_stay_the_same() -> None:
