@@ -234,7 +234,7 @@ def test_another_element_is_noticed_in_that_tensor_alone(name: str) -> None:
 
 
 def test_bytes_that_change_later_are_digested_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "is_on_host", lambda flat: False)
+    monkeypatch.setattr(digests, "is_on_host", lambda flat: False)
     part = torch.arange(20, dtype=torch.uint8)
     pending = PendingDigests()
     pending.add(part)
