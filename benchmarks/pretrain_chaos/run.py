@@ -139,7 +139,9 @@ def run(case: Case, zygote: Zygote, folder: Path, *, is_calm: bool = False) -> J
     words = f"{about.common} {about.layouts[case.layout]}".format(saved=saves).split()
     args = (*words, *([] if is_calm else [about.breaks + case.breaks]))
     script, faults = str(SCRIPTS / about.script), () if is_calm else case.faults
-    job = run_job(zygote, folder / "run", RANKS, script=script, args=args, faults=faults, limit_s=LIMIT_S)
+    job = run_job(
+        zygote, folder / "run", RANKS, script=script, args=args, faults=faults, limit_s=LIMIT_S, code=None
+    )
     saves.rename(folder / "saved")
     return job
 

@@ -99,7 +99,6 @@ def test_in_a_recovery_and_twice_in_one_step(train: Train) -> None:
 
 
 def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(bridge_zygote: Zygote, tmp_path: Path) -> None:
-    job = run_job(bridge_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "data=external"))
-    assert job.code == 1
+    job = run_job(bridge_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "data=external"), code=1)
     assert "dataset.dataloader_type: checkpointless does not know the position" in "\n".join(job.said)
     assert not (job.run_dir / "steps").exists()

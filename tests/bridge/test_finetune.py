@@ -111,7 +111,6 @@ def test_without_a_checkpoint_of_its_own_the_job_ends_with_the_reason(
     bridge_zygote: Zygote, tune: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The weights that training began with are not the state after the steps that were made."""
-    job = run_job(bridge_zygote, tmp_path / "run", 4, script=SCRIPT, args=tune, faults=LOST)
-    assert job.code == 1, job.story()
+    job = run_job(bridge_zygote, tmp_path / "run", 4, script=SCRIPT, args=tune, faults=LOST, code=1)
     assert "no living rank holds the shard of ranks 0, 2" in "\n".join(job.said), job.said
     assert max(record.step for records in job.steps.values() for record in records) == 3

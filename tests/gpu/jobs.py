@@ -51,7 +51,7 @@ def run(
         common |= {"nnodes": nodes, "rdzv_endpoint": f"127.0.0.1:{free_port()}", "token": TOKEN}
     places: list[dict[str, Any]] = [{"node_rank": node} for node in range(nodes)] if nodes > 1 else [{}]
     jobs = [AgentJob(run_dir, str(script), *args, **common, **place) for place in places]
-    ended = [job.end(limit_s) for job in jobs]
+    ended = [job.end(limit_s, code=None) for job in jobs]
     return Job(max(each.code for each in ended), tuple(each.out + each.err for each in ended), run_dir)
 
 

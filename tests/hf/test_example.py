@@ -26,7 +26,6 @@ def test_the_example(hf_zygote: Zygote, tmp_path: Path) -> None:
     script = EXAMPLES / f"{TRAINER}.py"
     calm = run_job(hf_zygote, tmp_path / "calm", 2, script=str(script), args=ARGS)
     rough = run_job(hf_zygote, tmp_path / "rough", 2, script=str(script), args=ARGS, faults=FAULTS)
-    assert (calm.code, rough.code) == (0, 0), rough.story()
     first, second, third = (incident.resumed_after for incident in rough.incidents)
     # Rank 1 makes the update of step 4 if it has the averaged gradients before the kill breaks its connection.
     assert (first, third) == (1, 5), rough.story()

@@ -96,6 +96,5 @@ def test_a_compiled_model(trainings: Trainings) -> None:
 
 
 def test_draws_ahead_of_a_step_are_refused(hf_zygote: Zygote, tmp_path: Path) -> None:
-    job = run_job(hf_zygote, tmp_path / "run", 2, script=str(SCRIPT), args=("noisy=true",))
-    assert job.code == 1
+    job = run_job(hf_zygote, tmp_path / "run", 2, script=str(SCRIPT), args=("noisy=true",), code=1)
     assert "let a worker draw them (dataloader_num_workers=1)" in "\n".join(job.said)

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from checkpointless.faults.ledger import fired
+from checkpointless.faults.spec import parse
 from checkpointless.launcher.agent.ranks.preload import preloads_of
 from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.observability.telemetry.events import read_events
@@ -48,24 +50,27 @@ class Job:
         **options: Any,
     ) -> None:
         self.run_dir = run_dir
-        self.marker = uuid.uuid4().hex
+        self.marker, self.faults = uuid.uuid4().hex, options.get("faults", ())
         options = {"fork_here": imports_torch(SCRIPTS / script)} | options
         options |= {"run_dir": str(run_dir), "nproc_per_node": nproc, "script_args": args}
         options["script"] = str(SCRIPTS / script)
         self.process = ForkedAgent(options, {**os.environ, **(env or {}), _MARKER: self.marker})
 
-    def end(self, timeout_s: float = 280) -> Ended:
-        """Wait for the end; nothing may be left then."""
+    def end(self, timeout_s: float = 280, *, code: int | None = 0) -> Ended:
+        """Wait for the end, with that ``code`` (None: any). Nothing may be left; at 0 all faults have happened."""
         try:
             out, err = self.process.communicate(timeout_s)
-            code = self.process.wait(timeout_s)
+            ended = Ended(self.process.wait(timeout_s), out, err)
         except subprocess.TimeoutExpired as error:
             stacks = "".join(_described(each) for each in self.left())
             self.process.send_signal(signal.SIGKILL)
             logs = [f"--- {path.name}\n{path.read_text()}" for path in sorted(self.run_dir.glob("logs/*.log"))]
             raise AssertionError("\n".join([f"the job did not end in {timeout_s:g} s", stacks, *logs])) from error
         assert self.left() == []
-        return Ended(code, out, err)
+        assert code in (ended.code, None), ended.err + ended.out
+        if code == 0:
+            assert fired(self.run_dir) == {fault: parse(fault).times for fault in self.faults}
+        return ended
 
     def left(self) -> list[psutil.Process]:
         """Return every living process of the job, found by what it inherited: the tree may be broken."""

@@ -10,6 +10,7 @@ import pytest
 from checkpointless.observability.report.verify import Steps
 from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, run_job, small
 from tests.ranks.nemo_zygote import MODULES, Zygote
+from tests.ranks.users.runs import Runs
 
 HAS_NEMO = find_spec("nemo") is not None
 
@@ -61,6 +62,11 @@ def disturb(of_recipe: Trainings) -> Disturb:
     return run
 
 
+@pytest.fixture(scope="session")
+def runs(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(nemo_zygote, tmp_path_factory)
+
+
 @pytest.fixture(scope="module")
 def trainings(
     request: pytest.FixtureRequest, nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
@@ -71,7 +77,7 @@ def trainings(
 
 @pytest.fixture
 def attempt(request: pytest.FixtureRequest, nemo_zygote: Zygote, tmp_path: Path) -> Attempt:
-    """Return a function that runs a job of the module's ``SCRIPT``, or of the recipe, however it ends."""
+    """Return :func:`run_job` for the module's ``SCRIPT``, or for the recipe."""
     script = getattr(request.module, "SCRIPT", RUNNER)
     return partial(run_job, nemo_zygote, tmp_path / "run", script=script)
 

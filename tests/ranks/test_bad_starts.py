@@ -15,11 +15,10 @@ ROOT = Path(__file__).parents[2]
 OURS = ("rank_process.py", "runpy", "wrap.py", "main_thread.py")
 
 
-def start(tmp_path: Path, what: str, max_restarts: int = 0) -> tuple[Ended, list[int]]:
+def start(tmp_path: Path, what: str, max_restarts: int = 0, code: int = 1) -> tuple[Ended, list[int]]:
     """Run a job, and return how it ended and how often each rank has started or entered its block."""
     job = Job(tmp_path / "run", "bad_start.py", what, str(tmp_path), max_restarts=max_restarts)
-    ended = job.end()
-    return ended, [len(path.read_text()) for path in sorted(tmp_path.glob("started-*"))]
+    return job.end(code=code), [len(path.read_text()) for path in sorted(tmp_path.glob("started-*"))]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,6 @@ def start(tmp_path: Path, what: str, max_restarts: int = 0) -> tuple[Ended, list
 )
 def test_a_script_that_cannot_be_run_ends_at_once_with_one_traceback(tmp_path: Path, what: str, error: str) -> None:
     ended, starts = start(tmp_path, what, max_restarts=3)
-    assert ended.code == 1
     assert max(starts) == 1
     assert f"cannot run the script: {error}" in ended.err.splitlines()[-1]
     assert ended.out.count("Traceback") == 1
@@ -40,7 +38,6 @@ def test_a_script_that_cannot_be_run_ends_at_once_with_one_traceback(tmp_path: P
 
 def test_what_every_rank_raises_before_the_first_step_ends_at_once_with_one_traceback(tmp_path: Path) -> None:
     ended, starts = start(tmp_path, "same", max_restarts=3)
-    assert ended.code == 1
     assert starts == [2, 2, 2]  # each process, and its block
     assert "all 3 ranks raised ValueError before the first step: devices=4 with 3 ranks" in ended.err
     assert (ended.out + ended.err).count("Traceback") == 1
@@ -48,15 +45,13 @@ def test_what_every_rank_raises_before_the_first_step_ends_at_once_with_one_trac
 
 
 def test_what_one_rank_raises_before_the_first_step_is_tried_again(tmp_path: Path) -> None:
-    ended, _ = start(tmp_path, "one")
-    assert ended.code == 0, ended.err
+    ended, _ = start(tmp_path, "one", code=0)
     assert ended.out.count("done in generation 1") == 3
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_script_without_a_block_is_restarted_as_often_as_allowed(tmp_path: Path, restarts: int) -> None:
-    ended, starts = start(tmp_path, "flake", max_restarts=restarts)
-    assert ended.code == 1 - restarts
+    ended, starts = start(tmp_path, "flake", max_restarts=restarts, code=1 - restarts)
     assert starts[1] == 1 + restarts
     assert ("restart 1 of 1: rank 1 exited with code 1" in ended.err) is bool(restarts)
     assert (ended.out + ended.err).count("OSError: the file system was away") == 1

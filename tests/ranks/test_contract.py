@@ -39,8 +39,7 @@ def test_a_loop_that_does_not_declare_is_warned_before_it_parts(attempt: Attempt
 
 
 def test_an_optimizer_with_state_of_its_own_is_refused_where_it_is_not_registered(attempt: Attempt) -> None:
-    job = attempt(2, args=(str(STEPS), "optimizer", "undeclared"))
-    assert job.code == 1, job.story()
+    job = attempt(2, args=(str(STEPS), "optimizer", "undeclared"), code=1)
     assert "Paced keeps 'pace' in its state_dict" in job.said[-1], job.story()
     assert "checkpointless.register_optimizer_state" in job.said[-1], job.story()
 

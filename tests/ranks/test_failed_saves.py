@@ -1,7 +1,7 @@
 """Test that a checkpoint that cannot be saved costs that checkpoint, and neither the job nor what else is there."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +9,13 @@ import pytest
 
 from checkpointless.observability.report.summary import _failed_saves
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks.jobs import Job, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Job
 from tests.ranks.users.end import SPOILS_ENV, read_ends
-from tests.ranks.users.runs import SCRIPTS, Calm, Run
+from tests.ranks.users.runs import Run, Runs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 NPROC = 2
-
-
-@pytest.fixture(scope="module")
-def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    return Calm(nemo_zygote, tmp_path_factory.mktemp)
 
 
 @pytest.fixture
@@ -39,20 +33,15 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(storage)], capture_output=True, check=False)
 
 
-def spoiled(zygote: Zygote, run_dir: Path, run: Run, spoils: str, code: int = 0) -> Job:
-    """Make ``run`` with storage that is spoiled as ``spoils`` asks."""
-    job = run_job(
-        zygote,
-        run_dir,
-        run.nproc,
-        script=str(SCRIPTS / "spoiled.py"),
-        args=run.words(None),
-        heartbeat_timeout_s=60.0,
-        limit_s=200.0,
-        extra_env={SPOILS_ENV: spoils},
-    )
-    assert job.code == code, job.story()
-    return job
+@pytest.fixture
+def spoiled(runs: Runs, run_dir: Path) -> Callable[..., Job]:
+    """Return a function that makes a run with storage that is spoiled as it is told."""
+
+    def make(features: str, steps: int, spoils: str, **settings: Any) -> Job:
+        run = Run(features, steps, script="spoiled.py", nproc=NPROC)
+        return runs.make(run, run_dir=run_dir, extra_env={SPOILS_ENV: spoils}, **settings)
+
+    return make
 
 
 def not_saved(job: Job) -> dict[str, str]:
@@ -121,16 +110,14 @@ def saved(job: Job) -> set[str]:
     ],
 )
 def test_a_save_that_fails_costs_that_checkpoint(
-    nemo_zygote: Zygote,
-    calm: Calm,
-    run_dir: Path,
+    runs: Runs,
+    spoiled: Callable[..., Job],
     features: str,
     spoils: str,
     failed: dict[str, str],
     whole: set[str],
 ) -> None:
-    run = Run(features, 13, nproc=NPROC)
-    job = spoiled(nemo_zygote, run_dir, run, spoils)
+    job = spoiled(features, 13, spoils)
     assert len(job.incidents) == ("alone" in spoils)
     reasons = not_saved(job)
     early = {"users-step=1", "users-step=1-last"} & reasons.keys()  # the background may still be writing them
@@ -141,15 +128,14 @@ def test_a_save_that_fails_costs_that_checkpoint(
     assert saved(job) == whole - early
     for each in books(job):
         assert {each["best_model_path"], each["last_model_path"]} <= {f"{name}.ckpt" for name in whole}
-    assert trained(job) == trained(calm.job(Run("", 13, nproc=NPROC)))  # saves change nothing of it
+    assert trained(job) == trained(runs.calm(Run("", 13, nproc=NPROC)))  # saves change nothing of it
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("more", ["", ",async-save"])
-def test_what_a_failed_save_would_have_replaced_stays(nemo_zygote: Zygote, run_dir: Path, more: str) -> None:
+def test_what_a_failed_save_would_have_replaced_stays(spoiled: Callable[..., Job], more: str) -> None:
     """Two are kept, the best; each validation is better than the one before."""
-    run = Run(f"monitored{more}", 8, ("--validate-every", "2"), nproc=NPROC)
-    job = spoiled(nemo_zygote, run_dir, run, "writer 7 8")
+    job = spoiled(f"monitored{more}", 8, "writer 7 8")
     assert set(not_saved(job)) == {"users-step=7"}
     assert saved(job) == {"users-step=3", "users-step=5", "users-step=7-last"}
     for each in books(job):
@@ -160,15 +146,15 @@ def test_what_a_failed_save_would_have_replaced_stays(nemo_zygote: Zygote, run_d
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["common", "rank"])
-def test_a_rank_that_is_killed_in_a_save_costs_no_checkpoint(nemo_zygote: Zygote, run_dir: Path, how: str) -> None:
-    job = spoiled(nemo_zygote, run_dir, Run("modelckpt", 5, nproc=NPROC), f"{how} 3 4")
+def test_a_rank_that_is_killed_in_a_save_costs_no_checkpoint(spoiled: Callable[..., Job], how: str) -> None:
+    job = spoiled("modelckpt", 5, f"{how} 3 4")
     assert len(job.incidents) == 1
     assert not not_saved(job)
     assert saved(job) == {"users-step=1", "users-step=3", "users-step=4-last"}
 
 
-def test_a_failed_save_ends_the_job_if_that_is_asked_for(nemo_zygote: Zygote, run_dir: Path) -> None:
-    job = spoiled(nemo_zygote, run_dir, Run("modelckpt,strict-saves", 7, nproc=NPROC), "full 3 4", code=1)
+def test_a_failed_save_ends_the_job_if_that_is_asked_for(spoiled: Callable[..., Job]) -> None:
+    job = spoiled("modelckpt,strict-saves", 7, "full 3 4", code=1)
     assert "could not be saved" in job.said[-1]
     assert "on_save_error is 'raise'" in job.said[-1]
     assert saved(job) == {"users-step=1", "users-step=1-last"}

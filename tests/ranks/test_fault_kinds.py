@@ -52,8 +52,7 @@ def test_workers_fail_after_a_recovery_too_and_at_the_last_step(disturb: Disturb
 
 
 def test_a_job_without_workers_in_which_one_was_to_fail_ends_with_the_reason(attempt: Attempt) -> None:
-    job = attempt(2, args=small(2, 4), faults=("dataloader@data:rank=1,step=2",))
-    assert job.code == 1
+    job = attempt(2, args=small(2, 4), faults=("dataloader@data:rank=1,step=2",), code=1)
     assert "no workers (num_workers=0)" in job.said[-1]
     assert fired(job.run_dir) == {}, "it did not happen"
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import PHASES, Attempt, Job, Trainings, faults_in, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -122,7 +121,6 @@ def test_lightnings_own_callbacks(attempt: Attempt, nemo_zygote: Zygote, tmp_pat
     args, faults = ("60", "ddp", "stock", "validation"), ("sigkill@forward:rank=1,step=12",)
     calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=args)
     job = attempt(2, args=(*args, "rich"), faults=faults)
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
     job.assert_same(calm.steps, 24)
     rates = [[row["lr-AdamW"] for row in logged(each) if "lr-AdamW" in row] for each in (calm, job)]
     assert rates[0] == rates[1]
@@ -139,7 +137,6 @@ def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
 def test_a_fault_within_a_save(attempt: Attempt, saves: Job, what: str) -> None:
     job = attempt(2, args=("7", "ddp", "saves", what))
-    assert job.code == 0, job.story()
     job.assert_same(saves.steps)
     assert len(job.incidents) == 1
     names = [sorted(path.name for path in (each.run_dir / "saved").iterdir()) for each in (saves, job)]
@@ -211,8 +208,7 @@ def test_what_cannot_be_exact_is_refused(
     attempt: Attempt, features: str, reason: str, made: int, fault: str | None
 ) -> None:
     args = ("12", "ddp", *features.split(","))
-    job = attempt(2, args=args, faults=() if fault is None else (fault,))
-    assert job.code == 1
+    job = attempt(2, args=args, faults=() if fault is None else (fault,), code=1)
     assert reason in job.told(), job.story()
     if made == 0:
         with pytest.raises(FileNotFoundError, match="no recorded steps"):
@@ -229,8 +225,7 @@ def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train) -> 
 
 
 def test_a_shard_whose_training_is_changed_is_noticed(attempt: Attempt) -> None:
-    job = attempt(4, args=("12", "hsdp", "freezes"))
-    assert job.code == 1
+    job = attempt(4, args=("12", "hsdp", "freezes"), code=1)
     assert "requires_grad of the parameter net.0.weight was changed behind fully_shard" in job.said[-1]
 
 
@@ -253,6 +248,5 @@ def test_a_state_of_the_modules_that_differs_from_rank_to_rank_is_named(train: T
 def test_weights_that_were_exchanged_for_a_validation_are_not_taken_for_the_trained_ones(attempt: Attempt) -> None:
     """All ranks have others when one raises, so that nobody holds the trained ones: said, and not trained on."""
     args = ("8", "ddp", "validation", "swaps")
-    job = attempt(2, args=args)
-    assert job.code == 1
+    job = attempt(2, args=args, code=1)
     assert "given up: parameters were changed beside the update since step 4 (ended)" in job.log(0)

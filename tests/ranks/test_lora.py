@@ -89,8 +89,7 @@ def pretrained(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) ->
     """Return NeMo's checkpoint of the model without adapters, after 3 steps."""
     folder = tmp_path_factory.mktemp("pretrained")
     args = (*small(4, 3), *with_checkpoints(folder / "nemo", "tiny_gpt"))
-    job = run_job(nemo_zygote, folder / "run", 4, args=args)
-    assert job.code == 0, job.story()
+    run_job(nemo_zygote, folder / "run", 4, args=args)
     (checkpoint,) = (folder / "nemo").rglob("*-last")
     return checkpoint
 
@@ -127,7 +126,6 @@ def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
         resume(pretrained, resume_if_exists=True, resume_ignore_no_checkpoint=True),
     )
     job = attempt(4, recipe="tiny_lora_cpu", args=args, faults=faults)
-    assert job.code == 0, job.story()
     verdict = compare(undisturbed(4, (*small(4, 7), resume(pretrained))), job.steps)
     assert verdict.difference is None, f"what was done again has other bits\n{job.story()}"
     assert not verdict.missing

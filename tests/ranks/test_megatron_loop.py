@@ -72,14 +72,12 @@ def test_experts_whose_last_holder_dies_are_named(attempt: Attempt) -> None:
     """Of the dense parameters there still are two holders."""
     faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
     args = ("5", "ep=2", "distributed=0")
-    job = attempt(4, args=args, faults=faults)
-    assert job.code == 1
+    job = attempt(4, args=args, faults=faults, code=1)
     assert re.search(r"no living rank holds the shard of ranks 1, 3 \(model\.0\.\S+experts\S+\); ", job.said[-1])
 
 
 def test_parameters_that_an_optimizer_is_given_later_are_noticed_at_once(attempt: Attempt) -> None:
-    job = attempt(2, args=("5", "adds=3"))
-    assert job.code == 1, job.story()
+    job = attempt(2, args=("5", "adds=3"), code=1)
     assert "an optimizer has other parameters than at the beginning (add_param_group)" in job.said[-1]
     assert len(job.steps[0]) == 2
 

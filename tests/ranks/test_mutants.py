@@ -63,9 +63,10 @@ AFTER_UPDATE = Scene((WAIT, "exception@after_optimizer:rank=1,step=3"), HELD_UP)
 FAILING = Scene((WAIT,), (callback("hold", "HeldUpUpdate", step=3, ranks="[1]", fails="true"),))
 
 
-def run(zygote: Zygote, directory: Path, scene: Scene, *defects: str) -> Job:
+def run(zygote: Zygote, directory: Path, scene: Scene, *defects: str, code: int = 0) -> Job:
     """Run a disturbed job to its end, and see that it was disturbed as it should be."""
-    job = run_job(zygote, directory / "run", scene.nproc, args=(*ARGS, *scene.args, *defects), faults=scene.faults)
+    args = (*ARGS, *scene.args, *defects)
+    job = run_job(zygote, directory / "run", scene.nproc, args=args, faults=scene.faults, code=code)
     assert fired(job.run_dir) == dict.fromkeys(scene.faults, 1), job.story()
     return job
 
@@ -87,7 +88,6 @@ def test_without_a_defect_every_bit_is_the_same(
 ) -> None:
     """These are the controls: what the mutants put into the product is made harmless."""
     job = run(nemo_zygote, tmp_path, scene, *harmless)
-    assert job.code == 0, job.story()
     job.assert_same(undisturbed(scene.nproc, ARGS), STEPS)
     *earlier, last = (incident.outcome for incident in job.incidents)
     assert last is Outcome.RESUMED
@@ -132,7 +132,6 @@ def test_a_mutant_trains_on_and_its_steps_show_it(
     target: int,
 ) -> None:
     job = run(nemo_zygote, tmp_path, scene, defect)
-    assert job.code == 0, job.story()
     (incident,) = job.incidents
     assert incident.outcome in (Outcome.RESUMED, Outcome.INEXACT)  # peers may have seen another loss
     assert incident.target == target
@@ -184,8 +183,7 @@ def test_a_mutant_trains_on_and_its_steps_show_it(
 def test_a_mutant_is_noticed_and_ends_the_job(
     nemo_zygote: Zygote, tmp_path: Path, scene: Scene, defect: str, reason: str, last: int
 ) -> None:
-    job = run(nemo_zygote, tmp_path, scene, defect)
-    assert job.code == 1, job.story()
+    job = run(nemo_zygote, tmp_path, scene, defect, code=1)
     assert any(reason in line for line in job.said), job.said
     assert max(record.step for records in job.steps.values() for record in records) == last
 
@@ -194,6 +192,5 @@ def test_without_the_lock_weights_that_an_update_has_changed_are_not_offered(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
     """Half an update left in: no rank holds the committed weights, and the job ends and says so."""
-    job = run(nemo_zygote, tmp_path, BEFORE_UPDATE, mutant("NoLock"))
-    assert job.code == 1
+    job = run(nemo_zygote, tmp_path, BEFORE_UPDATE, mutant("NoLock"), code=1)
     assert "parameters were changed beside the update since step 2" in job.story()

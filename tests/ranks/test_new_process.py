@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
 from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import Rung
@@ -26,12 +25,12 @@ EXCEPTION = "exception@forward:rank=1,step=3"
 Calm = Callable[..., Recording]
 
 
-def train(run_dir: Path, *args: str, faults: tuple[str, ...] = ()) -> Ended:
+def train(run_dir: Path, *args: str, faults: tuple[str, ...] = (), code: int = 0) -> Ended:
     options: dict[str, Any] = (
         {"fork_here": False} if "spawn" in args else {}
     )  # the processes of tests have a start method
     job = Job(run_dir, "once.py", str(STEPS), *args, nproc=2, faults=faults, record_steps=True, **options)
-    ended = job.end()
+    ended = job.end(code=code)
     assert not handed_over_in(job).exists(), "something is left in shared memory"
     return ended
 
@@ -48,8 +47,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     @functools.cache
     def steps(layout: str, once: str) -> Recording:
         run_dir = tmp_path_factory.mktemp("calm") / "run"
-        job = train(run_dir, layout, once)
-        assert job.code == 0, job.err
+        train(run_dir, layout, once)
         return read_steps(run_dir)
 
     return steps
@@ -59,8 +57,6 @@ def disturbed(
     calm: Calm, run_dir: Path, *args: str, faults: tuple[str, ...] = (EXCEPTION,)
 ) -> tuple[Ended, list[IncidentSummary]]:
     job = train(run_dir, *args, faults=faults)
-    assert job.code == 0, job.err
-    assert fired(run_dir) == dict.fromkeys(faults, 1)
     verdict = compare(calm(*args[:2]), read_steps(run_dir))
     assert verdict.equal, f"{verdict.sentence}\n{job.err}"
     incidents = summarize(read_events(run_dir))
@@ -93,11 +89,10 @@ def test_ranks_of_two_nodes_hand_their_states_over(tmp_path: Path) -> None:
     """No two ranks hold the same, so that nothing else could restore them."""
     args = (str(STEPS), "sharded", "registry")
     calm = Nodes(tmp_path / "calm", 2, *args, script="once.py", record_steps=True)
-    assert [each.code for each in calm.end()] == [0, 0]
+    calm.end()
     faults = (EXCEPTION, "exception@between:rank=2,step=4")
     nodes = Nodes(tmp_path / "run", 2, *args, script="once.py", record_steps=True, faults=faults)
-    first, second = nodes.end()
-    assert (first.code, second.code) == (0, 0), first.err
+    first, _ = nodes.end()
     verdict = compare(read_steps(calm.run_dir), read_steps(nodes.run_dir))
     assert verdict.equal, f"{verdict.sentence}\n{first.err}"
     rungs = [each.rung for each in summarize(read_events(nodes.run_dir))]
@@ -141,14 +136,12 @@ def test_without_room_a_process_stays_where_new_ones_are_only_asked_for(calm: Ca
 
 
 def test_without_a_replica_the_job_ends_with_the_reason(tmp_path: Path) -> None:
-    job = train(tmp_path / "run", "sharded", "process", "damaged", faults=(EXCEPTION,))
-    assert job.code == 1
+    job = train(tmp_path / "run", "sharded", "process", "damaged", faults=(EXCEPTION,), code=1)
     assert "no living rank holds the shard of rank 1" in job.err.splitlines()[-1]
 
 
 def test_a_block_that_fails_in_a_new_process_too_ends_the_job(tmp_path: Path) -> None:
-    job = train(tmp_path / "run", "ddp", "always", faults=(EXCEPTION,))
-    assert job.code == 1
+    job = train(tmp_path / "run", "ddp", "always", faults=(EXCEPTION,), code=1)
     assert "ValueError: this never ends well again, 3 times in a row with no step committed in between" in job.err
 
 
@@ -171,7 +164,6 @@ def test_lightning_gets_back_what_its_parts_have(tmp_path: Path) -> None:
         run_dir = tmp_path / name
         args = "contract_lightning.py", "clip", "once"
         job = Job(run_dir, *args, nproc=2, faults=faults, record_steps=True, fork_here=False).end()
-        assert job.code == 0, job.err
         results = [line.partition("RESULT")[2] for line in job.out.splitlines() if "RESULT" in line]
         return read_steps(run_dir), sorted(set(results)), job
 

@@ -53,7 +53,6 @@ def test_ranks_that_have_no_state_yet_begin_with_the_weights_of_the_first(traini
 def test_a_module_from_outside_that_gets_the_weights_of_a_new_process_is_no_source(attempt: Attempt) -> None:
     """In a loop of one's own, DDP gives all ranks the weights of rank 0, which has just been made."""
     script, fault = str(SCRIPTS / "plain_habits.py"), "sigkill@backward:rank=0,step=3"
-    job = attempt(2, script=script, args=(str(STEPS), "outside"), faults=(fault,))
-    assert job.code == 1, job.story()
+    job = attempt(2, script=script, args=(str(STEPS), "outside"), faults=(fault,), code=1)
     assert "0.weight was written to since the fault: what the block trains must be built in it" in job.log(1)
     assert all(record.step < 3 for rank in range(2) for record in job.steps.get(rank, ())), "it trained on"

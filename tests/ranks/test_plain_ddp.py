@@ -27,8 +27,7 @@ def test_ddp_in_every_phase(trainings: Trainings, kind: str) -> None:
 
 
 def test_a_static_graph_is_refused(attempt: Attempt) -> None:
-    job = attempt(2, args=("5", "static"))
-    assert job.code == 1
+    job = attempt(2, args=("5", "static"), code=1)
     assert "leave static_graph out" in job.told()
 
 

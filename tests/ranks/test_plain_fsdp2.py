@@ -46,8 +46,7 @@ def test_hsdp_with_tensor_parallelism(train: Train) -> None:
 def test_both_replicas_of_a_shard_are_lost(attempt: Attempt) -> None:
     faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
     args = ("5", "2", "2", "1")
-    job = attempt(4, args=args, faults=faults)
-    assert job.code == 1
+    job = attempt(4, args=args, faults=faults, code=1)
     assert "no living rank holds the shard of ranks 1, 3" in job.said[-1]
 
 
@@ -66,6 +65,5 @@ def test_weights_that_were_exchanged_for_an_evaluation_are_not_taken_for_the_tra
 
 def test_an_optimizer_that_communicates_is_refused_in_its_first_step(attempt: Attempt) -> None:
     args = ("5", "2", "2", "1", "muon")
-    job = attempt(4, args=args)
-    assert job.code == 1
+    job = attempt(4, args=args, code=1)
     assert "an optimizer communicates in its step" in job.told()

@@ -72,8 +72,7 @@ def test_it_is_as_without_the_fault(trainings: Trainings, habit: str) -> None:
     ],
 )
 def test_it_is_refused_in_the_first_steps(attempt: Attempt, habit: str, reason: str) -> None:
-    job = attempt(2, args=(str(STEPS), habit))
-    assert job.code == 1, job.story()
+    job = attempt(2, args=(str(STEPS), habit), code=1)
     assert reason in job.told(), job.story()
     recorded = [path.read_text().splitlines() for path in (job.run_dir / "steps").glob("rank-*.jsonl")]
     counts = dict.fromkeys(("local", "late-plateau", "two-updates", "bounds"), 1)
@@ -106,7 +105,6 @@ def test_a_loop_that_is_left_by_break_is_warned_of_once(trainings: Trainings) ->
 def test_a_loader_that_begins_anew_after_a_fault_is_noticed(attempt: Attempt, phase: str) -> None:
     fault = f"exception@{phase}:rank=1,step=5"
     job = attempt(2, args=(str(STEPS), "goes-through"), faults=(fault,))
-    assert job.code == 0, job.story()
     # A rank that had not used its batch yet has nothing to compare: only the gradients wait for every rank.
     has_used = [1] if phase == "backward" else [0, 1]
     said = "step 5 takes another batch than before the fault"
@@ -116,5 +114,4 @@ def test_a_loader_that_begins_anew_after_a_fault_is_noticed(attempt: Attempt, ph
 
 def test_an_average_that_is_not_declared_is_warned_of(attempt: Attempt) -> None:
     job = attempt(2, args=(str(STEPS), "averages-beside"))
-    assert job.code == 0, job.story()
     assert "change from step to step and begin anew after a fault: beside" in job.log(0), job.story()

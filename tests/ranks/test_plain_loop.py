@@ -41,8 +41,7 @@ def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_
     assert [incident.sources for incident in disturbed.incidents] == [(2,), (1,)]
 
     both = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
-    disturbed = attempt(4, args=args, faults=both)
-    assert disturbed.code == 1
+    disturbed = attempt(4, args=args, faults=both, code=1)
     assert "no living rank holds the shard of ranks 1, 3" in disturbed.said[-1]
 
 
@@ -51,8 +50,7 @@ def test_nobody_left_ends_the_job_with_the_reason(attempt: Attempt) -> None:
         "sigkill@before_optimizer:rank=0,step=3",
         *(f"sigkill@recovery:rank={rank},step=2" for rank in (1, 2)),
     )
-    job = attempt(3, args=(str(STEPS),), faults=faults)
-    assert job.code == 1
+    job = attempt(3, args=(str(STEPS),), faults=faults, code=1)
     assert "no living rank holds the shard of ranks 0, 1, 2" in job.said[-1]
 
 
@@ -78,8 +76,7 @@ def test_parameters_that_the_loop_frees_and_freezes(
 def test_what_the_loop_changes_in_a_way_that_no_recovery_repeats_is_noticed_at_once(
     attempt: Attempt, what: str, faults: tuple[str, ...], reason: str, made: int
 ) -> None:
-    job = attempt(3, script=FROZEN, args=("10", what), faults=faults)
-    assert job.code == 1
+    job = attempt(3, script=FROZEN, args=("10", what), faults=faults, code=1)
     said = job.told()
     assert reason in said, job.story()
     # Of the last step, the rank that fails has its record; the others may be ended before they have theirs.

@@ -90,8 +90,7 @@ def test_a_bit_that_flipped_in_one_of_many_replicas_of_experts(disturb: Disturb)
 
 def test_a_bit_that_flipped_in_one_of_two_replicas_is_found_and_nobody_guesses(attempt: Attempt) -> None:
     faults = ("bitflip@between:rank=1,step=2", "exception@before_optimizer:rank=0,step=3")
-    job = attempt(4, args=(*small(4, 4), *CHECKSUM), faults=faults)
-    assert job.code == 1
+    job = attempt(4, args=(*small(4, 4), *CHECKSUM), faults=faults, code=1)
     assert "the replicas of the shard of ranks 1, 3 differ at step 2" in job.said[-1]
 
 
@@ -112,6 +111,5 @@ def test_streams_lost_with_a_node_come_back_from_the_next(disturb: Disturb, faul
 
 def test_streams_that_are_nowhere_are_not_replaced_by_others(attempt: Attempt) -> None:
     args = (*small(4, 6), *DROPOUT, LOST_BOARD.format(ranks="[1]"))
-    job = attempt(4, args=args, faults=("sigkill@before_optimizer:rank=1,step=4",))
-    assert job.code == 1
+    job = attempt(4, args=args, faults=("sigkill@before_optimizer:rank=1,step=4",), code=1)
     assert "the random streams of rank 1 after step 3 are lost" in job.said[-1]

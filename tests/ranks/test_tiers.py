@@ -19,7 +19,7 @@ from checkpointless.replication.exchange import CliqueExchange, clique_group
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Attempt, Job, Trainings, faults_in, run_nodes, small
+from tests.ranks.jobs import Attempt, Job, Trainings, faults_in, run_job, small
 from tests.ranks.layouts import DROPOUT, PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
@@ -147,8 +147,7 @@ def test_faults_while_a_recovery_is_made_of_copies(kept: Kept) -> None:
 def test_a_rank_and_its_neighbor_are_lost_and_nothing_else_has_a_copy(attempt: Attempt) -> None:
     faults = ("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=1,step=3")
     args = (*small(4, 5), *ONE_INSTANCE, *tiers(neighbor_memory="overlap: false"))
-    job = attempt(4, args=args, faults=faults)
-    assert job.code == 1
+    job = attempt(4, args=args, faults=faults, code=1)
     assert "no tier (neighbor memory) has the state of ranks 0, 1 after step 3" in job.said[-1]
 
 
@@ -157,19 +156,17 @@ def test_a_node_is_lost_whose_shards_nobody_else_trains_with(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
 ) -> None:
     args = (*small(4, 6), *ONE_INSTANCE, *DROPOUT)
-    jobs = run_nodes(
+    job = run_job(
         nemo_zygote,
         tmp_path / "run",
         2,
-        2,
+        nnodes=2,
         args=(*args, *tiers(neighbor_memory="overlap: false")),
         faults=("node@backward:rank=2,step=4",),
         spares=1,
         lost=(1,),
         node_timeout_s=4.0,
     )
-    job = next(job for job in jobs if job is not None)
-    assert job.code == 0, job.story()
     job.assert_same(undisturbed(4, args))
     assert job.incidents[-1].resumed_after == 3
     assert {rank: holder for rank, (_, holder) in sources(job, 1).items()} == {0: 0, 1: 1, 2: 0, 3: 1}
@@ -192,8 +189,7 @@ def test_a_plain_loop(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFact
     ids=["jump", "directory"],
 )
 def test_what_cannot_be_kept_is_said_before_training(attempt: Attempt, settings: dict[str, str], line: str) -> None:
-    job = attempt(4, args=(*small(4, 3), *tiers(**settings)))
-    assert job.code != 0
+    job = attempt(4, args=(*small(4, 3), *tiers(**settings)), code=1)
     assert line in job.told()
     assert not list((job.run_dir / "steps").glob("*")), "a step was made"
 

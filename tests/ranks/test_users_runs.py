@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpointless.faults.ledger import fired
-from tests.ranks.jobs import Job, run_job, run_nodes
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Job
 from tests.ranks.users.cases import (
     BATCHNORM,
     CALLED_AGAIN,
@@ -34,14 +32,9 @@ from tests.ranks.users.cases import (
 from tests.ranks.users.defects import DEFECT_ENV
 from tests.ranks.users.end import BREAKS_ENV, IN_ALL, broken, compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
-from tests.ranks.users.runs import SCRIPTS, Calm, Run
+from tests.ranks.users.runs import Run, Runs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(500)]
-
-
-@pytest.fixture(scope="session")
-def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    return Calm(nemo_zygote, tmp_path_factory.mktemp)
 
 
 def _param(case: Case) -> Any:
@@ -50,20 +43,19 @@ def _param(case: Case) -> Any:
 
 
 @pytest.mark.parametrize("case", [_param(case) for case in CASES])
-def test_a_users_run_ends_as_without_faults(calm: Calm, tmp_path: Path, case: Case) -> None:
+def test_a_users_run_ends_as_without_faults(runs: Runs, case: Case) -> None:
     run = case.run
-    undisturbed = calm.job(run)
+    undisturbed = runs.calm(run)
     late = case.saves_end_before
     words = ("--saves-end-before", str(late)) if late else ()
-    job = calm.make(replace(run, layout=(*run.layout, *words)), tmp_path / "run", *case.faults)
-    assert fired(job.run_dir) == dict.fromkeys(case.faults, 1)
+    job = runs.make(replace(run, layout=(*run.layout, *words)), *case.faults)
     equal(run, undisturbed, job, case.apart)
     assert replaced_healthy(job.run_dir, range(run.nproc)) == ()
 
 
-def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, tmp_path: Path) -> None:
+def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(runs: Runs) -> None:
     spec = "sigkill@before_optimizer:rank=1,step=4"
-    job = calm.make(LARGE, tmp_path / "run", spec, code=1)
+    job = runs.make(LARGE, spec, code=1)
     assert fired(job.run_dir) == {spec: 1}
     logs = "".join(job.log(rank) for rank in range(LARGE.nproc))
     assert logs.count("large of the modules' buffers differ from rank to rank") == 1
@@ -93,25 +85,9 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
     ],
     ids=["first-epoch", "second-epoch", "after-a-kill", "after-a-replay", "after-a-recovery", "own-generator"],
 )
-def test_what_was_a_lost_nodes_own_is_kept_by_another(
-    calm: Calm, tmp_path: Path, run: Run, faults: tuple[str, ...]
-) -> None:
-    undisturbed = calm.job(run)
-    settings: dict[str, Any] = {
-        "node_timeout_s": 4.0,
-        "heartbeat_timeout_s": 60.0,
-        "limit_s": 200.0,
-        "spares": 1,
-        "lost": (1,),
-    }
-    script = str(SCRIPTS / run.script)
-    jobs = run_nodes(
-        calm.zygote, tmp_path / "run", 2, 2, script=script, args=run.words(None), faults=faults, **settings
-    )
-    job = jobs[0]
-    assert job is not None
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+def test_what_was_a_lost_nodes_own_is_kept_by_another(runs: Runs, run: Run, faults: tuple[str, ...]) -> None:
+    undisturbed = runs.calm(run)
+    job = runs.make(replace(run, nproc=2), *faults, nnodes=2, node_timeout_s=4.0, spares=1, lost=(1,))
     equal(run, undisturbed, job, IN_ALL)
 
 
@@ -133,9 +109,9 @@ def test_what_was_a_lost_nodes_own_is_kept_by_another(
         ),
     ],
 )
-def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where: str, how: str) -> None:
-    undisturbed = calm.job(run)
-    job = calm.make(run, tmp_path / "run", extra_env={BREAKS_ENV: f"{how} {where}"})
+def test_a_fault_outside_of_training(runs: Runs, run: Run, where: str, how: str) -> None:
+    undisturbed = runs.calm(run)
+    job = runs.make(run, extra_env={BREAKS_ENV: f"{how} {where}"})
     assert broken(job.run_dir) == 1
     assert len(job.incidents) == 1
     equal(run, undisturbed, job, NOT_REFITTED if where == "validate 1" else CALLED_AGAIN)
@@ -161,25 +137,16 @@ def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where
         ),
     ],
 )
-def test_a_defect_is_seen(calm: Calm, tmp_path: Path, defect: str, run: Run, faults: tuple[str, ...]) -> None:
-    undisturbed = calm.job(run)
-    job = calm.make(run, tmp_path / "run", *faults, extra_env={DEFECT_ENV: defect})
+def test_a_defect_is_seen(runs: Runs, defect: str, run: Run, faults: tuple[str, ...]) -> None:
+    undisturbed = runs.calm(run)
+    job = runs.make(run, *faults, extra_env={DEFECT_ENV: defect})
     assert len(job.incidents) == 1, job.story()  # the defect itself was installed without one
     with pytest.raises(AssertionError, match=r"difference|not equal|differs"):
         equal(run, undisturbed, job, IN_ALL)
 
 
-def test_several_training_loaders_are_refused_before_the_first_step(calm: Calm, tmp_path: Path) -> None:
-    run = Run("two-loaders")
-    job = run_job(
-        calm.zygote,
-        tmp_path / "run",
-        run.nproc,
-        script=str(SCRIPTS / run.script),
-        args=run.words(None),
-        limit_s=200.0,
-    )
-    assert job.code == 1, job.story()
+def test_several_training_loaders_are_refused_before_the_first_step(runs: Runs) -> None:
+    job = runs.make(Run("two-loaders"), code=1)
     assert "cannot bring 2 training dataloaders back to where each of them stood" in job.said[-1]
     assert "ConcatDataset" in job.said[-1]
     with pytest.raises(FileNotFoundError, match="no recorded steps"):

@@ -174,7 +174,6 @@ def test_a_start_from_scratch_does_not_begin_with_what_was_trained(
     faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
     scratch = (*args, "checkpointless.allow_restart_from_scratch=true")
     job = attempt(4, args=scratch, faults=faults)
-    assert job.code == 0, job.story()
     again = {record.step: record.loss for record in job.steps[1]}
     assert again == {record.step: record.loss for record in calm[1]}
     assert sum(record.step == 1 for record in job.steps[1]) == 2
