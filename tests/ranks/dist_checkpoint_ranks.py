@@ -5,7 +5,7 @@ import io
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ from checkpointless.megatron.dist_checkpoint import (
     unregister,
 )
 from tests.ranks.local_checkpoint_ranks import bits
+from tests.ranks.players import damage, make_calls
 
 ROWS = 24  # divisible by all numbers of ranks
 
@@ -111,26 +112,19 @@ class Notes(logging.Handler):
 def play(
     root: str, calls: Sequence[Sequence[Any]], factor: int = 1, disk: bool = False, memory: bool = True
 ) -> list[dict[str, Any]]:
-    """Make calls of a :class:`Player`, one after the other, with a barrier between two.
+    """Make calls of a :class:`Player`; ``factor`` ranks keep each part, on a disk of their own and in memory.
 
-    ``factor`` ranks keep each part, on a disk of their own and in memory. Return what each call returned, or the
-    type and words of what it raised; and what was warned of.
+    Return what came of each, and what was warned of.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     folder = Path(root) / f"disk{dist.get_rank()}" if disk else None
     copies = Copies(memory=memory, disk=folder, replication_jump=1, replication_factor=factor)
     player = Player(Path(root), copies)
     outcomes = []
-    for name, *arguments in calls:
-        call: Callable[..., Any] = getattr(player, name)
+    for each in calls:
         player.notes.lines.clear()
-        outcome: dict[str, Any] = {}
-        try:
-            outcome["returned"] = call(*arguments)
-        except Exception as error:
-            outcome.update(raised=type(error).__name__, words=str(error))
+        (outcome,) = make_calls(player, [each], Exception)
         outcomes.append({**outcome, "warnings": list(player.notes.lines)})
-        dist.barrier()
     end_reports()
     return outcomes
 
@@ -224,10 +218,7 @@ class Player:
             )
 
     def damage(self, pattern: str) -> None:
-        for path in self.root.glob(pattern) if self.rank == 0 else ():
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+        damage(self.root.glob(pattern) if self.rank == 0 else ())
 
     def damage_memory(self, rank: int, part: int) -> None:
         """Flip a bit in what a rank keeps of a part in its memory."""

@@ -4,7 +4,7 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from checkpointless.recovery import (
     ReplicationStrategy,
 )
 from checkpointless.replication.local_checkpoint import AsyncRequest, BasicTensorAwareStateDict, register_form
+from tests.ranks.players import damage, make_calls
 
 TOO_SMALL = 16 * 1024  # no rank's part fits
 EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
@@ -57,23 +58,13 @@ def bits(tree: Any) -> Any:
 def play(
     root: str, calls: Sequence[Sequence[Any]], jump: int | None = 0, factor: int = 2, node_size: int = 2
 ) -> list[dict[str, Any]]:
-    """Make calls of a :class:`Player`, with a barrier between two, on nodes of ``node_size`` ranks that each have a
-    directory in ``root``. Return what each call returned, or the type and words of what it raised.
-    """
+    """Make calls of a :class:`Player` on nodes of ``node_size`` ranks that each have a directory in ``root``."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     if dist.get_rank() % 2:  # as where Megatron has groups of single pipeline stages: ranks know different groups
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     strategy = None if jump is None else LazyCliqueReplicationStrategy(jump, factor)
     player = Player(Path(root), Path(root) / f"node{dist.get_rank() // node_size}", strategy)
-    outcomes = []
-    for name, *arguments in calls:
-        call: Callable[..., Any] = getattr(player, name)
-        try:
-            outcomes.append({"returned": call(*arguments)})
-        except (RuntimeError, ValueError) as error:
-            outcomes.append({"raised": type(error).__name__, "words": str(error)})
-        dist.barrier()
-    return outcomes
+    return make_calls(player, calls, RuntimeError, ValueError)
 
 
 class Writer(threading.Thread):
@@ -149,10 +140,7 @@ class Player:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def damage(self, *patterns: str) -> None:
-        for path in self._matching(patterns):
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+        damage(self._matching(patterns))
 
     def swap(self, one: str, other: str) -> None:
         if self.rank == 0:

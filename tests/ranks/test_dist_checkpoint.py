@@ -1,45 +1,29 @@
 """Test that Megatron's checkpoints come from copies, else from storage once, and that no two are ever mixed."""
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ranks import players
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.players import Outcomes, raised, returned
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
-RANKS = "tests.ranks.dist_checkpoint_ranks"
-Outcomes = list[list[dict[str, Any]]]
-
-
-class Job:
-    """Starts ranks afresh for each list of calls, with directories that stay."""
-
-    def __init__(self, zygote: Zygote, root: Path, world: int = 2, **settings: Any) -> None:
-        self.zygote, self.root, self.world, self.settings = zygote, root, world, settings
-
-    def run(self, *calls: Sequence[Any], world: int | None = None) -> Outcomes:
-        arguments = {"root": str(self.root), "calls": calls, **self.settings}
-        return self.zygote.run(world or self.world, f"{RANKS}:play", arguments)
+Job = partial(players.Job, world=2, play="tests.ranks.dist_checkpoint_ranks:play")
 
 
 @pytest.fixture
-def job(nemo_zygote: Zygote, tmp_path: Path) -> Job:
+def job(nemo_zygote: Zygote, tmp_path: Path) -> players.Job:
     return Job(nemo_zygote, tmp_path)
 
 
-def returned(outcomes: Outcomes, call: int) -> list[Any]:
-    assert all("returned" in rank[call] for rank in outcomes), [rank[call] for rank in outcomes]
-    return [rank[call]["returned"] for rank in outcomes]
-
-
-def raised(outcomes: Outcomes, call: int, kind: str) -> str:
+def raised_alike(outcomes: Outcomes, call: int, kind: str) -> str:
     """Require that a call raised the same one line of ``kind`` on every rank, and return it."""
-    assert {rank[call].get("raised") for rank in outcomes} == {kind}, [rank[call] for rank in outcomes]
-    (words,) = {rank[call]["words"] for rank in outcomes}
+    (words,) = set(raised(outcomes, call, kind))
     assert "\n" not in words
-    return str(words)
+    return words
 
 
 def warnings(outcomes: Outcomes, call: int) -> str:
@@ -54,7 +38,7 @@ def loaded(outcomes: Outcomes, call: int) -> tuple[int, set[str]]:
     return sum(rank["read"] for rank in each), set(each[0]["from"])
 
 
-def test_a_checkpoint_comes_from_memory_without_its_tensors_being_read(job: Job) -> None:
+def test_a_checkpoint_comes_from_memory_without_its_tensors_being_read(job: players.Job) -> None:
     outcomes = job.run(["save", "a", 1], ["load", "a", 1], ["load", "a", 1, "megatron"])
     read, places = loaded(outcomes, 1)
     assert places == {"memory"}
@@ -63,7 +47,7 @@ def test_a_checkpoint_comes_from_memory_without_its_tensors_being_read(job: Job)
 
 
 def test_what_megatron_saves_we_load_with_each_chunk_read_once(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, 4)
+    job = Job(nemo_zygote, tmp_path, world=4)
     outcomes = job.run(
         ["save", "a", 1, "megatron"], ["load", "a", 1], ["load", "a", 1, "megatron"], ["metadata", "a"]
     )
@@ -89,7 +73,7 @@ def test_what_we_save_megatron_loads_and_later_ranks_find_on_disks(
 
 @pytest.mark.long
 def test_another_number_of_ranks_takes_from_copies_what_is_cut_alike(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, 4, disk=True)
+    job = Job(nemo_zygote, tmp_path, world=4, disk=True)
     job.run(["save", "a", 1])
     outcomes = job.run(["load", "a", 1], ["load", "a", 1, "megatron"], world=2)
     ours = [rank[0]["returned"] for rank in outcomes]
@@ -105,7 +89,7 @@ def test_a_new_process_gets_its_share_from_a_neighbours_memory(nemo_zygote: Zygo
 
 
 @pytest.mark.long
-def test_without_a_neighbour_only_what_is_lost_is_read_from_storage(job: Job) -> None:
+def test_without_a_neighbour_only_what_is_lost_is_read_from_storage(job: players.Job) -> None:
     outcomes = job.run(["save", "a", 1], ["forget", 1], ["load", "a", 1])
     assert loaded(outcomes, 2)[1] == {"memory", "storage"}
 
@@ -134,7 +118,7 @@ def test_a_flipped_bit_in_memory_is_found_and_taken_from_the_next_place(
     assert loaded(outcomes, 4)[1] == {"memory", "disk"}
 
 
-def test_copies_of_another_checkpoint_are_never_used(job: Job) -> None:
+def test_copies_of_another_checkpoint_are_never_used(job: players.Job) -> None:
     outcomes = job.run(
         ["save", "a", 1],
         ["save", "a", 2, "megatron"],
@@ -170,7 +154,7 @@ def test_a_save_goes_on_while_training_does(nemo_zygote: Zygote, tmp_path: Path)
 
 
 @pytest.mark.parametrize("fault", [pytest.param("no_room", marks=pytest.mark.long), "kill_writer"])
-def test_a_failed_write_to_storage_costs_that_checkpoint_only(job: Job, fault: str) -> None:
+def test_a_failed_write_to_storage_costs_that_checkpoint_only(job: players.Job, fault: str) -> None:
     before = [["no_room", "b"]] if fault == "no_room" else []
     after = [["kill_writer"]] if fault == "kill_writer" else []
     calls: list[list[Any]] = [
@@ -194,7 +178,7 @@ def test_a_failed_write_to_storage_costs_that_checkpoint_only(job: Job, fault: s
     assert loaded(outcomes, finish + 5)[1] == {"memory"}
 
 
-def test_bad_input_is_one_line_on_all_ranks(job: Job) -> None:
+def test_bad_input_is_one_line_on_all_ranks(job: players.Job) -> None:
     outcomes = job.run(
         ["save", "a", 1],
         ["load", "a", 1, "copies", True],
@@ -206,12 +190,12 @@ def test_bad_input_is_one_line_on_all_ranks(job: Job) -> None:
         ["save", "a", 1],
         ["load", "a", 1],
     )
-    words = raised(outcomes, 1, "LoadError")
+    words = raised_alike(outcomes, 1, "LoadError")
     assert "tensor new at [0] is in no copy and not in the checkpoint: check that the model" in words
-    assert "b did not get to storage: rank" in raised(outcomes, 3, "DrainError")
-    assert "FileNotFoundError" in raised(outcomes, 6, "LoadError")
+    assert "b did not get to storage: rank" in raised_alike(outcomes, 3, "DrainError")
+    assert "FileNotFoundError" in raised_alike(outcomes, 6, "LoadError")
     assert loaded(outcomes, 8)[1] == {"memory"}
 
 
-def test_the_strategies_are_registered_by_one_call(job: Job) -> None:
+def test_the_strategies_are_registered_by_one_call(job: players.Job) -> None:
     assert returned(job.run(["load_registered", "a", 1]), 0) == [True] * 2

@@ -1,47 +1,25 @@
 """Test local checkpoints: lost nodes, damaged files and full disks lead to no mixture and no hang."""
 
 import shutil
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ranks import players
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.players import Outcomes, raised, returned
 
 pytestmark = pytest.mark.ranks
 RANKS = "tests.ranks.local_checkpoint_ranks"
-NODES_OF_TWO = {"LOCAL_WORLD_SIZE": "2"}
-Outcomes = list[list[dict[str, Any]]]
-
-
-class Job:
-    """Starts four ranks on two nodes, with copies on the other node, if ``settings`` do not say otherwise."""
-
-    def __init__(self, zygote: Zygote, root: Path, world: int = 4, **settings: Any) -> None:
-        self.zygote, self.root, self.world, self.settings = zygote, root, world, settings
-
-    def run(self, *calls: Sequence[Any]) -> Outcomes:
-        arguments = {"root": str(self.root), "calls": calls, **self.settings}
-        return self.zygote.run(self.world, f"{RANKS}:play", arguments, env=NODES_OF_TWO)
+#: Jobs of four ranks on two nodes, with copies on the other node, if settings do not say otherwise.
+Job = partial(players.Job, world=4, play=f"{RANKS}:play")
 
 
 @pytest.fixture
-def job(nemo_zygote: Zygote, tmp_path: Path) -> Job:
+def job(nemo_zygote: Zygote, tmp_path: Path) -> players.Job:
     return Job(nemo_zygote, tmp_path)
-
-
-def returned(outcomes: Outcomes, call: int) -> list[Any]:
-    assert all("returned" in rank[call] for rank in outcomes), [rank[call] for rank in outcomes]
-    return [rank[call]["returned"] for rank in outcomes]
-
-
-def raised(outcomes: Outcomes, call: int, kind: str) -> list[str]:
-    """Require that a call raised ``kind`` on every rank, and return the words of each."""
-    assert [rank[call].get("raised") for rank in outcomes] == [kind] * len(outcomes), [
-        rank[call] for rank in outcomes
-    ]
-    return [rank[call]["words"] for rank in outcomes]
 
 
 def whole(iteration: int, world: int = 4) -> list[dict[str, Any]]:
@@ -57,7 +35,7 @@ def found_and_loaded(outcomes: Outcomes, call: int, iteration: int, world: int =
 FIND_AND_LOAD = (["find"], ["load"])
 
 
-def test_the_newest_save_is_found_by_new_processes_and_two_are_kept(job: Job) -> None:
+def test_the_newest_save_is_found_by_new_processes_and_two_are_kept(job: players.Job) -> None:
     outcomes = job.run(
         *FIND_AND_LOAD, ["save", 1, 2, 3], ["renew"], *FIND_AND_LOAD, ["renew"], ["save", 4], ["files"]
     )
@@ -75,7 +53,7 @@ def test_the_newest_save_is_found_by_new_processes_and_two_are_kept(job: Job) ->
     ), "each node has its own parts and those of the other; a new process finds out what it may delete"
 
 
-def test_a_lost_node_gets_its_parts_back_from_the_other(job: Job) -> None:
+def test_a_lost_node_gets_its_parts_back_from_the_other(job: players.Job) -> None:
     outcomes = job.run(
         ["save", 5],
         ["swap", "node0", "node1"],
@@ -99,12 +77,12 @@ def test_a_lost_node_gets_its_parts_back_from_the_other(job: Job) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "factor", "lost"), [(3, 3, [0, 2]), (4, 2, [0, 3])])
 def test_nodes_of_one_rank(nemo_zygote: Zygote, tmp_path: Path, world: int, factor: int, lost: list[int]) -> None:
-    job = Job(nemo_zygote, tmp_path, world, jump=1, factor=factor, node_size=1)
+    job = Job(nemo_zygote, tmp_path, world=world, jump=1, factor=factor, node_size=1)
     outcomes = job.run(["save", 5], ["delete", *(f"node{number}" for number in lost)], ["renew"], ["load"])
     assert returned(outcomes, 3) == whole(5, world)
 
 
-def test_damage_leads_to_a_copy_then_to_an_older_save_and_then_to_words_on_every_rank(job: Job) -> None:
+def test_damage_leads_to_a_copy_then_to_an_older_save_and_then_to_words_on_every_rank(job: players.Job) -> None:
     outcomes = job.run(
         ["save", 3, 5],
         ["damage", "node0/iter_0000000005.*.part_0.held_0.ckpt"],
@@ -123,7 +101,7 @@ def test_damage_leads_to_a_copy_then_to_an_older_save_and_then_to_words_on_every
     assert returned(outcomes, 10) == [-1] * 4
 
 
-def test_copies_that_are_lost_after_they_were_found(job: Job) -> None:
+def test_copies_that_are_lost_after_they_were_found(job: players.Job) -> None:
     outcomes = job.run(["save", 3, 5], ["find"], ["delete", "*/iter_0000000005.*.part_1.*"], ["load"], ["load"])
     assert returned(outcomes, 1) == [5] * 4
     assert all("part 1 of iteration 5" in each for each in raised(outcomes, 3, "NoReplicasAvailableError"))
@@ -158,14 +136,14 @@ def test_a_rank_that_cannot_write_costs_the_save_and_the_one_before_stays(
     found_and_loaded(with_copies.run(*calls[:3], ["room_again"], *FIND_AND_LOAD), 4, 6)
 
 
-def test_asynchronous_saves(job: Job) -> None:
+def test_asynchronous_saves(job: players.Job) -> None:
     outcomes = job.run(["save_async", 5], ["wait"], ["save_async", 6], ["wait"], ["load"], ["renew"], ["load"])
     assert returned(outcomes, 1) == [True] * 4
     assert returned(outcomes, 4) == whole(6), "what was trained on meanwhile is not in it"
     assert returned(outcomes, 6) == whole(6)
 
 
-def test_what_one_rank_cannot_do_is_refused_on_all(job: Job) -> None:
+def test_what_one_rank_cannot_do_is_refused_on_all(job: players.Job) -> None:
     outcomes = job.run(
         ["save_unsafe", 5, 2],
         ["find"],
@@ -186,7 +164,7 @@ def test_what_one_rank_cannot_do_is_refused_on_all(job: Job) -> None:
     found_and_loaded(outcomes, 6, 4)
 
 
-def test_a_rank_with_a_new_process_among_old_ones(job: Job) -> None:
+def test_a_rank_with_a_new_process_among_old_ones(job: players.Job) -> None:
     outcomes = job.run(
         ["save", 5], ["renew", 1], ["save", 6], ["save_async", 7], ["renew", 2], ["save", 8], ["load"], ["files"]
     )
@@ -195,7 +173,7 @@ def test_a_rank_with_a_new_process_among_old_ones(job: Job) -> None:
 
 
 @pytest.mark.long
-def test_process_groups_that_are_made_anew(job: Job) -> None:
+def test_process_groups_that_are_made_anew(job: players.Job) -> None:
     outcomes = job.run(["save", 5], ["regroup"], ["find"], ["save", 6], ["regroup"], ["load"])
     assert returned(outcomes, 2) == [5] * 4
     assert returned(outcomes, 5) == whole(6)
