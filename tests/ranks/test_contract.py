@@ -47,14 +47,14 @@ def test_an_optimizer_with_state_of_its_own_is_refused_where_it_is_not_registere
 @pytest.mark.parametrize(
     ("kind", "faults"),
     [
-        # Step 7 is the first of an epoch, whose persistent workers are started again.
-        ("clip", ("exception@optimizer:rank=1,step=7", "sigkill@optimizer:rank=0,step=11")),
+        # Step 9 is the first of an epoch, whose persistent workers are started again.
+        ("keeps-clip", ("exception@optimizer:rank=1,step=9", "sigkill@optimizer:rank=0,step=14")),
         pytest.param(
-            "average",
+            "keeps-average",
             (
                 "sigkill@forward:rank=0,step=4",
-                "exception@after_optimizer:rank=1,step=9",
-                "sigkill@between:rank=1,step=14",
+                "exception@after_optimizer:rank=1,step=12",  # before a validation
+                "sigkill@between:rank=1,step=18",
             ),
             marks=pytest.mark.long,
         ),
@@ -64,8 +64,9 @@ def test_plain_attributes_and_the_state_of_callbacks_are_each_ranks_own(
     nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, kind: str, faults: tuple[str, ...]
 ) -> None:
     """Also a validation loader with persistent workers does not move the training's streams."""
-    modules = Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "contract_lightning.py"))
-    said, undisturbed = modules.rough(2, (kind,), *faults).told(), modules.calm(2, kind).told()
+    modules = Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "lightning_fit.py"))
+    args = ("24", "ddp", kind, "validation")
+    said, undisturbed = modules.rough(2, args, *faults).told(), modules.calm(2, *args).told()
     results = set(re.findall("RESULT .*", undisturbed))
     assert len(results) == 6, undisturbed
     assert set(re.findall("RESULT .*", said)) == results

@@ -162,7 +162,7 @@ def test_lightning_gets_back_what_its_parts_have(tmp_path: Path) -> None:
 
     def fit(name: str, *faults: str) -> tuple[Recording, list[str], Ended]:
         run_dir = tmp_path / name
-        args = "contract_lightning.py", "clip", "once"
+        args = "lightning_fit.py", "24", "ddp", "keeps-clip", "validation", "once"
         job = Job(run_dir, *args, nproc=2, faults=faults, record_steps=True, fork_here=False).end()
         results = [line.partition("RESULT")[2] for line in job.out.splitlines() if "RESULT" in line]
         return read_steps(run_dir), sorted(set(results)), job

@@ -65,8 +65,9 @@ def test_a_loop_that_does_not_declare_is_inexact(nemo_zygote: Zygote, folder: Pa
 
 @pytest.mark.long
 def test_attributes_of_a_lightning_module_are_compared(nemo_zygote: Zygote, folder: Path) -> None:
-    """Epochs have 6 steps, and a validation comes after every third."""
-    code, said = rehearse(nemo_zygote, folder, "--steps", "14", str(SCRIPTS / "contract_lightning.py"), "clip")
+    """Epochs have 8 steps, and a validation comes after every fourth."""
+    words = (SCRIPTS / "lightning_fit.py", "24", "ddp", "keeps-clip", "validation")
+    code, said = rehearse(nemo_zygote, folder, "--steps", "14", *words)
     assert code == 0, said
     assert "exact: 14 steps on 2 ranks" in said, said
     assert "an epoch's end" in said, said

@@ -4,9 +4,11 @@ Some features hand the block something past its arguments. The data module's ``s
 the data, in an ``attribute``, its ``hparams`` or a ``buffer``. ``outside``: the LightningModule is made outside of
 the block; ``late``: rank 1 waits with its update of step 3, too. ``raises-first``: rank 1 raises the first time,
 when it has no state yet. With ``check-N`` gradients are checked in every N-th step. ``by-name`` takes a strategy of
-Lightning's, which resumes from its own checkpoint after a fault.
+Lightning's, which resumes from its own checkpoint after a fault. ``keeps-clip`` and ``keeps-average`` keep plain
+data in attributes. With ``once`` a process can enter the block only once.
 """
 
+import enum
 import itertools
 import math
 import os
@@ -38,6 +40,9 @@ from checkpointless.system.environment import own_generation, own_run_dir
 STEPS, STRATEGY, FEATURES = int(sys.argv[1]), sys.argv[2], frozenset(sys.argv[3:])
 CHECKED = [each for each in FEATURES if each.startswith("check-")]
 WIDTH, SAMPLES = 30, 45 if os.environ["WORLD_SIZE"] == "2" else 90  # eight batches for a rank in an epoch
+KEEPS = FEATURES & {"keeps-clip", "keeps-average"}
+PERSISTENT: Any = {"num_workers": 1, "persistent_workers": True} if KEEPS else {}
+entries = [0]
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -148,6 +153,10 @@ class PositionedLoader(DataLoader[torch.Tensor]):
 
 
 class Data(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = 0
+
     def setup(self, stage: str) -> None:
         module: Any = cast(pl.Trainer, self.trainer).lightning_module
         spread = 1 + float(torch.randn(WIDTH, generator=torch.Generator().manual_seed(3)).std())
@@ -164,7 +173,7 @@ class Data(pl.LightningDataModule):
         if "shuffled" in FEATURES:
             return DataLoader(Shuffled(), batch_size=3, num_workers=int("workers" in FEATURES))
         kind: Any = PositionedLoader if "positioned" in FEATURES else DataLoader
-        options: dict[str, Any] = {"batch_size": 3, "num_workers": int("workers" in FEATURES)}
+        options: dict[str, Any] = {"batch_size": 3, "num_workers": int("workers" in FEATURES), **PERSISTENT}
         if "torchdata" in FEATURES:
             from torchdata.stateful_dataloader import StatefulDataLoader
             from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -184,8 +193,8 @@ class Data(pl.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
-        options: Any = {"batch_sampler": OwnBatches()} if "own-batches" in FEATURES else {"batch_size": 5}
-        return DataLoader(self.samples(), **options)
+        batches: Any = {"batch_sampler": OwnBatches()} if "own-batches" in FEATURES else {"batch_size": 5}
+        return DataLoader(self.samples(), **batches, **PERSISTENT)
 
     def samples(self) -> Samples:
         samples, trainer = Samples(), cast(pl.Trainer, self.trainer)  # it asks for a loader in some epochs only
@@ -316,6 +325,69 @@ class Model(pl.LightningModule):
         self.seen = checkpoint["seen"]
 
 
+class Mode(enum.Enum):
+    EARLY = 1
+    LATE = 2
+
+
+class KeepingModel(Model):
+    """Keeps plain data in attributes.
+
+    Gradients are clipped by a list, or scaled by an average that begins as None; an epoch's mean is of a list, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[torch.Tensor] = []
+        self.norms: list[float] = []
+        self.average: float | None = None
+        self.mode = Mode.EARLY
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.outputs.append(loss.detach())
+        self.trainer.datamodule.taken += len(batch)  # type: ignore[attr-defined]
+        if self.global_step == 4:
+            self.mode = Mode.LATE
+        return {"loss": loss * (0.5 if self.mode is Mode.LATE else 1.0)}
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), 1e9))
+        self.norms.append(norm)
+        self.average = norm if self.average is None else 0.9 * self.average + 0.1 * norm
+        if "keeps-clip" in FEATURES:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), sorted(self.norms)[len(self.norms) // 2])
+        else:
+            for each in self.parameters():
+                each.grad = each.grad * self.average if each.grad is not None else None
+
+
+class Mean(Callback):
+    """Keeps means of its own rank's losses, in an attribute and in its state, and tells at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+        self.hidden = object()
+        self.kept = {"sum": 0.0}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = outputs["loss"].item()
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        self.kept = {"sum": self.kept["sum"] + now}  # a rank's own
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        means = torch.stack(pl_module.outputs).mean().item(), self.mean, self.kept["sum"]
+        data = trainer.datamodule
+        print(f"RESULT {trainer.global_rank} {len(pl_module.outputs)} {means!r} {data.taken}", flush=True)
+        pl_module.outputs.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.kept)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = dict(state_dict)
+
+
 class Norms(Callback):
     """Keeps sums of what it sees in hooks before and after the update."""
 
@@ -438,6 +510,9 @@ outside = model_from_outside() if "outside" in FEATURES else None
 
 @HPWrapper()
 def main() -> None:
+    entries[0] += 1
+    if "once" in FEATURES and entries[0] > 1:
+        raise ValueError("the model is already registered")
     pl.seed_everything(7 + int(os.environ["RANK"]) * ("seeded-apart" in FEATURES), verbose=False)
     folder = own_run_dir() or Path()
     more: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 2 * ("reloads" in FEATURES)}
@@ -447,6 +522,7 @@ def main() -> None:
         more["precision"] = "bf16-mixed"
     norms = Norms()
     callbacks: list[Callback] = [norms, *([Swaps()] if "swaps" in FEATURES else []), *stock_callbacks(folder)]
+    callbacks += [Mean()] if KEEPS else []
     if "waits" in FEATURES:
         from tests.ranks.job_callbacks import Waits
 
@@ -474,7 +550,7 @@ def main() -> None:
         log_every_n_steps=1,
         **more,
     )
-    model: Any = outside or Model()
+    model: Any = outside or (KeepingModel() if KEEPS else Model())
     if "compiled" in FEATURES:
         model = torch.compile(model, backend="aot_eager")
     trainer.fit(model, Data(), ckpt_path="last" if "by-name" in FEATURES else None)
@@ -486,4 +562,3 @@ def main() -> None:
 
 
 main()
-print(f"rank {os.environ['RANK']} is done", flush=True)

@@ -5,7 +5,6 @@ reduction and gather; ``adds`` is the step in which an optimizer is given one pa
 which the loop calls ``eval()`` once and for all; with ``check=N`` gradients are checked in every N-th step.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -171,4 +170,3 @@ def main(caller: HPCallWrapper) -> None:
 
 
 main()
-print(f"rank {os.environ['RANK']} is done", flush=True)

@@ -104,4 +104,3 @@ def main(caller: HPCallWrapper) -> None:
 
 
 main()
-print(f"rank {RANK} is done", flush=True)

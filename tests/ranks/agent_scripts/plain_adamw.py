@@ -4,7 +4,6 @@
 (``true``) or before it (``false``).
 """
 
-import os
 import sys
 
 import torch
@@ -69,4 +68,3 @@ def main(caller: HPCallWrapper) -> None:
 
 
 main()
-print(f"rank {os.environ['RANK']} is done", flush=True)

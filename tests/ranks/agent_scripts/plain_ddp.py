@@ -1,6 +1,5 @@
 """Train a model in torch's DDP, whose gradients fill several buckets: ``STEPS [static] [block|model BACKEND]``."""
 
-import os
 import sys
 from contextlib import nullcontext
 
@@ -67,4 +66,3 @@ def main(caller: HPCallWrapper) -> None:
 main()
 if COMPILED:
     print(f"graphs: {torch._dynamo.utils.counters['stats']['unique_graphs']}")
-print(f"rank {os.environ['RANK']} is done", flush=True)

@@ -5,7 +5,6 @@
 4. ``adds`` gives the optimizer more in step 4.
 """
 
-import os
 import sys
 
 import torch
@@ -46,4 +45,3 @@ def main() -> None:
 
 
 main()
-print(f"rank {os.environ['RANK']} is done", flush=True)

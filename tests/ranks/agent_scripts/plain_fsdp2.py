@@ -1,6 +1,5 @@
 """Train a small model with FSDP2 in a loop of one's own: ``STEPS REPLICAS SHARDS TENSOR_PARALLEL``."""
 
-import os
 import sys
 from typing import Any
 
@@ -95,4 +94,3 @@ def main(caller: HPCallWrapper) -> None:
 
 
 main()
-print(f"rank {os.environ['RANK']} is done", flush=True)

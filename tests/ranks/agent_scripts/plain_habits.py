@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -315,4 +314,3 @@ def main(caller: HPCallWrapper) -> None:
 
 
 main()
-print(f"rank {os.environ['RANK']} is done", flush=True)

@@ -4,7 +4,6 @@ checkpointless run --nproc-per-node 3 tests/ranks/users/plain_loop.py --steps 6 
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -78,4 +77,3 @@ def main(caller: HPCallWrapper) -> None:
 
 
 main()
-print(f"rank {os.environ['RANK']} is done", flush=True)
