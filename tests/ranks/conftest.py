@@ -1,6 +1,6 @@
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpointless.observability.report.verify import Steps
-from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, run_job, small
+from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, TrainingsOf, run_job, small
 from tests.ranks.nemo_zygote import MODULES, Zygote
 from tests.ranks.users.runs import Runs
 
@@ -42,9 +42,14 @@ def nemo_zygote(zygotes: Path) -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="session")
-def of_recipe(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    """Return trainings with the tiny recipe; each kind of undisturbed one is made once."""
-    return Trainings(nemo_zygote, tmp_path_factory, RUNNER)
+def trainings_of(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> TrainingsOf:
+    """Return a function for the trainings with a script; each kind of undisturbed one is made once."""
+    return cache(partial(Trainings, nemo_zygote, tmp_path_factory))
+
+
+@pytest.fixture(scope="session")
+def of_recipe(trainings_of: TrainingsOf) -> Trainings:
+    return trainings_of(RUNNER)
 
 
 @pytest.fixture
@@ -63,16 +68,14 @@ def disturb(of_recipe: Trainings) -> Disturb:
 
 
 @pytest.fixture(scope="session")
-def runs(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(nemo_zygote, tmp_path_factory)
+def runs(trainings_of: TrainingsOf) -> Runs:
+    return Runs(trainings_of)
 
 
 @pytest.fixture(scope="module")
-def trainings(
-    request: pytest.FixtureRequest, nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
-) -> Trainings:
-    """Return trainings with the script that the test's module calls ``SCRIPT``."""
-    return Trainings(nemo_zygote, tmp_path_factory, request.module.SCRIPT)
+def trainings(request: pytest.FixtureRequest, trainings_of: TrainingsOf) -> Trainings:
+    """Return trainings with the script that the test's module calls ``SCRIPT``, and its ``SETTINGS``, if any."""
+    return trainings_of(request.module.SCRIPT, **getattr(request.module, "SETTINGS", {}))
 
 
 @pytest.fixture

@@ -68,6 +68,7 @@ class Job:
 
 
 Disturb = Callable[..., Job]  # the fixture runs a job with faults and compares it with one without
+TrainingsOf = Callable[..., "Trainings"]  # the fixture returns those of a script, with settings
 Attempt = Callable[..., Job]  # the fixture runs a job by itself
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from checkpointless.observability.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Attempt, Trainings
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Trainings, TrainingsOf
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -61,10 +60,10 @@ def test_an_optimizer_with_state_of_its_own_is_refused_where_it_is_not_registere
     ],
 )
 def test_plain_attributes_and_the_state_of_callbacks_are_each_ranks_own(
-    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, kind: str, faults: tuple[str, ...]
+    trainings_of: TrainingsOf, kind: str, faults: tuple[str, ...]
 ) -> None:
     """Also a validation loader with persistent workers does not move the training's streams."""
-    modules = Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "lightning_fit.py"))
+    modules = trainings_of(str(SCRIPTS / "lightning_fit.py"))
     args = ("24", "ddp", kind, "validation")
     said, undisturbed = modules.rough(2, args, *faults).told(), modules.calm(2, *args).told()
     results = set(re.findall("RESULT .*", undisturbed))

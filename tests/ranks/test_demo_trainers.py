@@ -5,8 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from checkpointless.testing.demo.trainers import TRAINERS, Task
-from tests.ranks.jobs import PHASES, Trainings, require_nothing_left
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import PHASES, TrainingsOf, require_nothing_left
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -19,9 +18,7 @@ SCRIPTED = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("trainer", "incidents"), SCRIPTED)
-def test_many_incidents_leave_nothing_behind(
-    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, trainer: str, incidents: int
-) -> None:
+def test_many_incidents_leave_nothing_behind(trainings_of: TrainingsOf, trainer: str, incidents: int) -> None:
     """The other ranks raise and die by turns; rank 0 lives through it all."""
     ranks = 4 if incidents == INCIDENTS else 2
     task = Task(nproc=ranks, steps=incidents * 4 + 2, dropout=0.1, workers=1)
@@ -32,7 +29,6 @@ def test_many_incidents_leave_nothing_behind(
     module, arguments = TRAINERS[trainer].program(task)
     found = find_spec(module)
     assert found is not None
-    trainings = Trainings(nemo_zygote, tmp_path_factory, str(found.origin))
-    job = trainings.rough(ranks, tuple(arguments), *faults, steps=task.steps)
+    job = trainings_of(str(found.origin)).rough(ranks, tuple(arguments), *faults, steps=task.steps)
     assert len(job.incidents) == incidents
     require_nothing_left(job, 0, incidents)

@@ -17,6 +17,7 @@ from tests.ranks.nemo_zygote import ROOT, Zygote
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 SCRIPT = str(ROOT / "tests" / "device" / "train.py")
+SETTINGS = {"heartbeat_timeout_s": 10.0, "limit_s": 200.0}
 STEPS = 6
 DP4: tuple[str, ...] = ()
 DP4_GRAPHS = ("--graphs",)
@@ -25,9 +26,7 @@ RANKS = {DP4: 4, DP4_GRAPHS: 4, TP2_PP2: 8}
 
 
 @pytest.fixture(scope="module")
-def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
-    trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=10.0, limit_s=200.0)
-
+def train(trainings: Trainings) -> Callable[..., Job]:
     def make(layout: tuple[str, ...], *faults: str) -> Job:
         return trainings.rough(RANKS[layout], ("--steps", str(STEPS), *layout), *faults, steps=STEPS)
 

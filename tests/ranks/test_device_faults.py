@@ -7,12 +7,13 @@ import pytest
 
 from checkpointless.faults.spec import DEADLY, HANGING, SETUP_PHASES, FaultKind, FaultPhase
 from tests.ranks.jobs import Trainings
-from tests.ranks.nemo_zygote import ROOT, Zygote
+from tests.ranks.nemo_zygote import ROOT
 
 # Per commit test_device.py has a device assert, which ends in a wait for the device, whatever the phase.
 pytestmark = [pytest.mark.ranks, pytest.mark.long, pytest.mark.timeout(600)]
 
 SCRIPT = str(ROOT / "tests" / "device" / "train.py")
+SETTINGS = {"heartbeat_timeout_s": 10.0, "limit_s": 400.0}
 STEPS = 10
 LAYOUTS = {
     "dp4": (4, ("--features", "overlap", "--graphs")),
@@ -62,11 +63,6 @@ def cases() -> list[Case]:
             if setup:
                 found.append(Case(layout, kind, setup, f"{kind.value}-setup"))
     return found
-
-
-@pytest.fixture(scope="module")
-def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=10.0, limit_s=400.0)
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.layout}-{case.name}")

@@ -6,13 +6,12 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.ranks.example_diffs import EXAMPLES, FULL, TRAINER, WITH_DIFF, changed_lines, ranks_of, stock_script
-from tests.ranks.jobs import Trainings
+from tests.ranks.jobs import Trainings, TrainingsOf
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -36,9 +35,9 @@ ARGS = ("--steps", str(STEPS))
 OfExample = Callable[[str], Trainings]
 
 
-@pytest.fixture(scope="module")
-def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> OfExample:
-    return cache(lambda name: Trainings(nemo_zygote, tmp_path_factory, str(EXAMPLES / f"{name}.py")))
+@pytest.fixture
+def trainings(trainings_of: TrainingsOf) -> OfExample:
+    return lambda name: trainings_of(str(EXAMPLES / f"{name}.py"))
 
 
 def printed_by(script: str, args: list[str]) -> str:

@@ -1,15 +1,12 @@
 """Test that gradients that a device computes wrongly are found before the update, and the step is redone."""
 
-from pathlib import Path
-
 import pytest
 
 from checkpointless.observability.report.summary import build_report
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import RUNNER, Attempt, Job, Trainings, run_job, small
+from tests.ranks.jobs import Attempt, Job, Trainings, TrainingsOf, small
 from tests.ranks.layouts import DROPOUT, PP2
-from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -39,14 +36,13 @@ def test_a_flip_in_the_gradient_or_the_output_of_each_layer_is_found_and_healed(
     job.assert_same(trainings.calm(3, *CALM).steps, STEPS)
 
 
-def test_a_rank_that_was_wrong_twice_goes_on_on_a_spare(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_a_rank_that_was_wrong_twice_goes_on_on_a_spare(trainings: Trainings) -> None:
     faults = ("bitflip@gradient:rank=1,step=2", "bitflip@activation:rank=1,step=4")
     args = ("8", "1", "waits")
-    job = run_job(nemo_zygote, tmp_path / "run", 1, nnodes=2, script=SCRIPT, args=args, faults=faults, spares=1)
+    job = trainings.run(1, args, *faults, nnodes=2, spares=1)
     assert [each.how for each in job.incidents] == ["exception", "exception", "planned"]
     assert any("node 1 moves to a spare (rank 1 has computed gradients wrongly twice)" in line for line in job.said)
-    calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=("8", "1000"))
-    job.assert_same(calm.steps, 8)
+    job.assert_same(trainings.calm(2, "8", "1000").steps, 8)
 
 
 def test_checks_change_nothing_and_find_nothing_and_what_is_not_checked_is_not_seen(trainings: Trainings) -> None:
@@ -77,9 +73,9 @@ def _ends(job: Job) -> list[str]:
 
 
 def test_lightning_finds_and_heals_them_and_a_check_is_not_seen_in_what_is_logged(
-    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+    trainings_of: TrainingsOf,
 ) -> None:
-    trainings = Trainings(nemo_zygote, tmp_path_factory, LIGHTNING)
+    trainings = trainings_of(LIGHTNING)
     calm, checked = trainings.calm(2, *FIT, "check-1000"), trainings.run(2, (*FIT, "check-1"))
     _require_unseen(checked, calm, 12)
     assert _ends(checked) == _ends(calm) != []
@@ -98,15 +94,12 @@ def test_lightning_refuses_sharded_gradients(attempt: Attempt) -> None:
 
 @pytest.mark.nemo
 @pytest.mark.parametrize(("ranks", "more"), [pytest.param(2, (), marks=pytest.mark.long), (4, PP2)])
-def test_nemo_finds_and_heals_them(
-    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, ranks: int, more: tuple[str, ...]
-) -> None:
-    trainings = Trainings(nemo_zygote, tmp_path_factory, RUNNER)
+def test_nemo_finds_and_heals_them(of_recipe: Trainings, ranks: int, more: tuple[str, ...]) -> None:
     args = (*small(4, 5), *DROPOUT, *more)
     every = (*args, "checkpointless.sdc_check_every=1")
-    calm = trainings.calm(ranks, *args)
-    _require_unseen(trainings.run(ranks, every), calm, 5)
-    job = trainings.run(ranks, every, *(f"bitflip@gradient:rank={step % ranks},step={step}" for step in (1, 3, 5)))
+    calm = of_recipe.calm(ranks, *args)
+    _require_unseen(of_recipe.run(ranks, every), calm, 5)
+    job = of_recipe.run(ranks, every, *(f"bitflip@gradient:rank={step % ranks},step={step}" for step in (1, 3, 5)))
     assert {(step % ranks, step, True) for step in (1, 3, 5)} <= {*_found(job)}
     job.assert_same(calm.steps, 5)
 
@@ -120,10 +113,8 @@ def test_nemo_finds_and_heals_them(
         pytest.param("ep=2 distributed=0", marks=pytest.mark.long),
     ],
 )
-def test_a_loop_over_megatron_core_finds_and_heals_them(
-    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, layout: str
-) -> None:
-    trainings = Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "megatron_loop.py"))
+def test_a_loop_over_megatron_core_finds_and_heals_them(trainings_of: TrainingsOf, layout: str) -> None:
+    trainings = trainings_of(str(SCRIPTS / "megatron_loop.py"))
     args = ("8", *layout.split())
     calm, every = trainings.calm(4, *args, "check=1000"), (*args, "check=1")
     _require_unseen(trainings.run(4, every), calm, 8)

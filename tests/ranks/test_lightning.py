@@ -2,18 +2,17 @@
 
 import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import PHASES, Attempt, Job, Trainings, faults_in, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import PHASES, Attempt, Job, Trainings, TrainingsOf, faults_in
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 SCRIPT = str(SCRIPTS / "lightning_fit.py")
+SETTINGS = {"heartbeat_timeout_s": 100.0}  # compiling takes its time on a busy machine
 Train = Callable[..., Job]
 
 
@@ -36,10 +35,9 @@ def logged(job: Job) -> list[dict[str, str]]:
     return list({tuple(row.items()): row for row in rows if row.keys() - {"epoch", "step"}}.values())
 
 
-@pytest.fixture(scope="module")
-def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    # Compiling takes its time on a busy machine.
-    trainings = Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=100.0)
+@pytest.fixture
+def train(trainings_of: TrainingsOf) -> Train:
+    trainings = trainings_of(SCRIPT, **SETTINGS)
 
     def compared(
         strategy: str, steps: int, *faults: str, features: str = "", made: int | None = None, ranks: int = 4
@@ -113,31 +111,24 @@ def test_a_loader_that_follows_from_where_it_is_made(train: Train) -> None:
 
 
 @pytest.mark.long  # test_users_runs.py stops early, and has callbacks with state
-def test_lightnings_own_callbacks(attempt: Attempt, nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_lightnings_own_callbacks(trainings: Trainings) -> None:
     """Those that go together, with a fault in the second epoch; training is stopped early, after the third.
 
     A trainer takes one progress bar, so each run has another one.
     """
-    args, faults = ("60", "ddp", "stock", "validation"), ("sigkill@forward:rank=1,step=12",)
-    calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=args)
-    job = attempt(2, args=(*args, "rich"), faults=faults)
-    job.assert_same(calm.steps, 24)
+    args = ("60", "ddp", "stock", "validation")
+    job = trainings.rough(2, args, "sigkill@forward:rank=1,step=12", steps=24, more=("rich",))
+    calm = trainings.calm(2, *args)
     rates = [[row["lr-AdamW"] for row in logged(each) if "lr-AdamW" in row] for each in (calm, job)]
     assert rates[0] == rates[1]
     assert len(rates[0]) == 24
 
 
-@pytest.fixture(scope="module")
-def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    folder = tmp_path_factory.mktemp("saves") / "calm"
-    return run_job(nemo_zygote, folder, 2, script=SCRIPT, args=("7", "ddp", "saves"))
-
-
 @pytest.mark.long  # below ranks die where a save is due
 @pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
-def test_a_fault_within_a_save(attempt: Attempt, saves: Job, what: str) -> None:
-    job = attempt(2, args=("7", "ddp", "saves", what))
-    job.assert_same(saves.steps)
+def test_a_fault_within_a_save(trainings: Trainings, what: str) -> None:
+    args = ("7", "ddp", "saves")
+    job, saves = trainings.rough(2, args, more=(what,)), trainings.calm(2, *args)
     assert len(job.incidents) == 1
     names = [sorted(path.name for path in (each.run_dir / "saved").iterdir()) for each in (saves, job)]
     assert names[0] == names[1]

@@ -11,7 +11,7 @@ from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
-from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, run_job, small
+from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, TrainingsOf, run_job, small
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_warm import BF16, VPP, require_kept, told, watched
@@ -22,8 +22,8 @@ DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.
 
 
 @pytest.fixture(scope="module")
-def of_recipe(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(nemo_zygote, tmp_path_factory, RUNNER, recipe="tiny_lora_cpu")
+def of_recipe(trainings_of: TrainingsOf) -> Trainings:
+    return trainings_of(RUNNER, recipe="tiny_lora_cpu")
 
 
 def moved(job: Job, rank: int) -> list[int]:

@@ -6,18 +6,12 @@ import pytest
 
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import PHASES, Attempt, Trainings, faults_in
-from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 2 * len(PHASES) + 2
 SCRIPT = str(SCRIPTS / "plain_ddp.py")
-
-
-@pytest.fixture(scope="module")
-def trainings(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    # Compiling takes its time on a busy machine.
-    return Trainings(nemo_zygote, tmp_path_factory, SCRIPT, heartbeat_timeout_s=100.0)
+SETTINGS = {"heartbeat_timeout_s": 100.0}  # compiling takes its time on a busy machine
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])

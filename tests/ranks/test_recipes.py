@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.verify import compare
 from checkpointless.recipes.checks import layout_of
 from checkpointless.recipes.settings import available, load
-from tests.ranks.jobs import run_job
+from tests.ranks.jobs import RUNNER, TrainingsOf
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
@@ -70,13 +68,10 @@ def test_without_its_block_a_recipe_is_plain_nemo(nemo_zygote: Zygote, recipe: s
         assert "checkpointless" not in rank["callbacks"]
 
 
-def test_experts_train_through_a_kill(nemo_zygote: Zygote, tmp_path: Any) -> None:
-    args = ["tiny_moe_cpu", "trainer.max_steps=4"]
-    fault = "sigkill@optimizer:rank=1,step=3"
-    undisturbed = run_job(nemo_zygote, tmp_path / "undisturbed", 4, script_args=args)
-    disturbed = run_job(nemo_zygote, tmp_path / "disturbed", 4, script_args=args, faults=(fault,))
+def test_experts_train_through_a_kill(trainings_of: TrainingsOf) -> None:
+    trainings, args = trainings_of(RUNNER, recipe="tiny_moe_cpu"), ("trainer.max_steps=4",)
+    disturbed = trainings.rough(4, args, "sigkill@optimizer:rank=1,step=3")
     assert [incident.outcome for incident in disturbed.incidents] == [Outcome.RESUMED]
-    verdict = compare(undisturbed.steps, disturbed.steps)
-    assert verdict.equal, verdict.sentence
+    undisturbed = trainings.calm(4, *args)
     losses = [float.fromhex(record.loss) for record in undisturbed.steps[0]]
     assert losses[-1] < losses[0]

@@ -19,7 +19,7 @@ from checkpointless.replication.exchange import CliqueExchange, clique_group
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Attempt, Job, Trainings, faults_in, run_job, small
+from tests.ranks.jobs import Attempt, Job, Trainings, TrainingsOf, faults_in, run_job, small
 from tests.ranks.layouts import DROPOUT, PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
@@ -173,10 +173,9 @@ def test_a_node_is_lost_whose_shards_nobody_else_trains_with(
 
 
 @pytest.mark.parametrize("overlap", [pytest.param("true", marks=pytest.mark.long), "false"])
-def test_a_plain_loop(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, overlap: str) -> None:
-    trainings = Trainings(nemo_zygote, tmp_path_factory, str(SCRIPTS / "plain_adamw.py"))
+def test_a_plain_loop(trainings_of: TrainingsOf, overlap: str) -> None:
     both = ("sigkill@before_optimizer:rank=1,step=5", "sigkill@recovery:rank=3,step=4")
-    job = trainings.rough(4, ("8", "2"), *both, more=(overlap,))
+    job = trainings_of(str(SCRIPTS / "plain_adamw.py")).rough(4, ("8", "2"), *both, more=(overlap,))
     assert job.incidents[-1].resumed_after == 4
 
 

@@ -1,15 +1,10 @@
 """Run jobs of users, and keep those that no fault disturbs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.ranks.jobs import Job, Trainings
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Job, Trainings, TrainingsOf
 
 SCRIPTS = Path(__file__).parent
 
@@ -32,18 +27,18 @@ class Run:
 class Runs:
     """Makes users' runs, each undisturbed one only once."""
 
-    def __init__(self, zygote: Zygote, folders: pytest.TempPathFactory) -> None:
-        # Megatron's first checkpoint imports torch again on every rank, 20 s on a busy machine.
-        settings = {"heartbeat_timeout_s": 60.0, "limit_s": 200.0}
-        self._with: Callable[[str], Trainings] = cache(
-            lambda script: Trainings(zygote, folders, str(SCRIPTS / script), **settings)
-        )
+    def __init__(self, trainings_of: TrainingsOf) -> None:
+        self._trainings_of = trainings_of
 
     def calm(self, run: Run) -> Job:
-        return self._with(run.script).calm(run.nproc, *run.words(self.checkpoint(run)))
+        return self._like(run).calm(run.nproc, *run.words(self.checkpoint(run)))
 
     def make(self, run: Run, *faults: str, **settings: Any) -> Job:
-        return self._with(run.script).run(run.nproc, run.words(self.checkpoint(run)), *faults, **settings)
+        return self._like(run).run(run.nproc, run.words(self.checkpoint(run)), *faults, **settings)
+
+    def _like(self, run: Run) -> Trainings:
+        # Megatron's first checkpoint imports torch again on every rank, 20 s on a busy machine.
+        return self._trainings_of(str(SCRIPTS / run.script), heartbeat_timeout_s=60.0, limit_s=200.0)
 
     def checkpoint(self, run: Run) -> Path | None:
         """Return the checkpoint that ``run`` begins at, if any."""
