@@ -48,9 +48,14 @@ class Job:
 
     def assert_same(self, steps: Steps, count: int | None = None) -> None:
         """Assert that every step is that of an undisturbed job, to the bit, and if asked how many there are."""
+        assert_same(steps, self.steps, count, self.story())
+
+    def assert_done_again(self, steps: Steps, again: set[int]) -> None:
+        """Assert that every step is that of an undisturbed job, and that those in ``again`` were made twice."""
         verdict = compare(steps, self.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{self.story()}"
-        assert count is None or verdict.steps == count
+        assert verdict.difference is None, f"what was done again has other bits: {verdict.sentence}\n{self.story()}"
+        assert not verdict.missing, f"{verdict.sentence}\n{self.story()}"
+        assert {place.step for place in verdict.repeated} == again, self.story()
 
     def told(self) -> str:
         """Return all that the agent and the ranks have said."""
@@ -65,6 +70,13 @@ class Job:
 
     def _logs(self) -> list[Path]:
         return sorted((self.run_dir / "logs").iterdir())
+
+
+def assert_same(expected: Steps, found: Steps, count: int | None = None, story: str = "") -> None:
+    """Assert that every step is the same, to the bit, and if asked how many there are."""
+    verdict = compare(expected, found)
+    assert verdict.equal, f"{verdict.sentence}\n{story}"
+    assert count is None or verdict.steps == count
 
 
 Disturb = Callable[..., Job]  # the fixture runs a job with faults and compares it with one without

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.agent_job import Job
+from tests.ranks.jobs import assert_same
 from tests.ranks.test_agent_nodes import Nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -61,9 +61,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_device_does_not_pass(tmp_path: 
     assert bad_devices(run_dir) == [(2, 1, "give_up")]
     assert sorted(nodes.seen.read_text().split()) == ["2", "3"]
     assert sorted(checks(run_dir)) == [(2, 1, WHY), (2, 2, ""), (3, 2, "")]
-    verdict = compare(read_steps(tmp_path / "undisturbed"), read_steps(run_dir))
-    assert verdict.equal, verdict.sentence
-    assert verdict.steps == STEPS
+    assert_same(read_steps(tmp_path / "undisturbed"), read_steps(run_dir), STEPS)
 
 
 @pytest.mark.parametrize("passes", [True, False])

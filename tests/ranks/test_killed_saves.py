@@ -12,6 +12,7 @@ import pytest
 from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.jobs import Scene, run_job, run_nodes
+from tests.ranks.layouts import RESUME, with_checkpoints
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
@@ -24,13 +25,9 @@ def overrides(storage: Path, steps: int, in_background: bool) -> tuple[str, ...]
     """Return overrides for a checkpoint every second step, of which one is kept, and for NeMo's auto-resume."""
     return (
         f"trainer.max_steps={steps}",
-        "trainer.enable_checkpointing=true",
         f"strategy.ckpt_async_save={str(in_background).lower()}",
-        "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 2, "
-        "save_last: true, save_top_k: 0, monitor: null, save_context_on_train_end: false, filename: 'it-{step}'}",
-        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{storage}', name: tiny_gpt, "
-        "use_datetime_version: false}",
-        "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, resume_ignore_no_checkpoint: true}",
+        *with_checkpoints(storage, 2, "save_top_k: 0, filename: 'it-{step}'", ", use_datetime_version: false"),
+        RESUME,
     )
 
 

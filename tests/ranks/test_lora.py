@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, TrainingsOf, run_job, small
-from tests.ranks.layouts import PP2, TP2
+from tests.ranks.layouts import PP2, TP2, with_checkpoints
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_warm import BF16, VPP, require_kept, told, watched
 
@@ -75,20 +75,11 @@ def test_checksums_and_offload(disturb: Disturb) -> None:
     assert 4 * moved(job, 0)[-1] < moved(job, 2)[0], "the base model is compared, and not sent again"
 
 
-def with_checkpoints(directory: Path, name: str) -> tuple[str, ...]:
-    return (
-        "trainer.enable_checkpointing=true",
-        "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 3, "
-        "save_last: true, save_top_k: -1, monitor: null, save_context_on_train_end: false}",
-        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{directory}', name: {name}}}",
-    )
-
-
 @pytest.fixture(scope="module")
 def pretrained(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return NeMo's checkpoint of the model without adapters, after 3 steps."""
     folder = tmp_path_factory.mktemp("pretrained")
-    args = (*small(4, 3), *with_checkpoints(folder / "nemo", "tiny_gpt"))
+    args = (*small(4, 3), *with_checkpoints(folder / "nemo"))
     run_job(nemo_zygote, folder / "run", 4, args=args)
     (checkpoint,) = (folder / "nemo").rglob("*-last")
     return checkpoint
@@ -122,14 +113,12 @@ def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
     faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
     args = (
         *small(4, 7),
-        *with_checkpoints(tmp_path / "nemo", "tiny_lora"),
+        *with_checkpoints(tmp_path / "nemo"),
         resume(pretrained, resume_if_exists=True, resume_ignore_no_checkpoint=True),
     )
     job = attempt(4, recipe="tiny_lora_cpu", args=args, faults=faults)
-    verdict = compare(undisturbed(4, (*small(4, 7), resume(pretrained))), job.steps)
-    assert verdict.difference is None, f"what was done again has other bits\n{job.story()}"
-    assert not verdict.missing
-    assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
+    # It went on from the checkpoint after step 3.
+    job.assert_done_again(undisturbed(4, (*small(4, 7), resume(pretrained))), again={4})
 
 
 @pytest.mark.long

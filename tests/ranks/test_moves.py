@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
-from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.system.environment import TOKEN_ENV
 from tests.ranks.agent_job import SCRIPTS, TOKEN, Job
 from tests.ranks.job_callbacks import AT_BATCH
-from tests.ranks.jobs import RUNNER, Scene, run_job
+from tests.ranks.jobs import RUNNER, Scene, assert_same, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
@@ -73,9 +72,7 @@ def test_a_node_moves_and_no_step_is_made_twice(tmp_path: Path, calm: Calm, layo
     _, said = asked.communicate(timeout=120)
     ended = nodes.end()
     assert asked.returncode == 0, said
-    verdict = compare(calm(layout), read_steps(tmp_path))
-    assert verdict.equal, verdict.sentence
-    assert verdict.steps == STEPS
+    assert_same(calm(layout), read_steps(tmp_path), STEPS)
     (incident,) = incidents(nodes)
     assert (incident.how, incident.rung, incident.steps_lost) == ("planned", Rung.OWN_STATE, 0)
     (moved,) = [event for event in read_events(tmp_path) if event.stage == EventName.MOVED]
@@ -88,7 +85,7 @@ def test_a_node_whose_agent_gets_sigterm_is_drained(tmp_path: Path, calm: Calm) 
     begin_of_step_3(nodes)
     nodes.agents[1].process.send_signal(signal.SIGTERM)
     ended = nodes.end()
-    assert compare(calm("fsdp"), read_steps(tmp_path)).equal
+    assert_same(calm("fsdp"), read_steps(tmp_path))
     assert "node 1 is drained" in ended[1].err
     assert "its agent got SIGTERM" in incidents(nodes)[0].cause
 
@@ -127,7 +124,7 @@ def test_a_node_that_is_killed_while_it_moves_is_a_lost_node(tmp_path: Path, cal
     asked.communicate(timeout=120)
     nodes.agents[0].end()
     nodes.agents[2].end()
-    assert compare(calm("hsdp"), read_steps(tmp_path)).equal
+    assert_same(calm("hsdp"), read_steps(tmp_path))
 
 
 NEMO = (f"trainer.max_steps={STEPS}", "model.config.num_layers=2")

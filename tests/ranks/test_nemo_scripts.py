@@ -12,9 +12,8 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.steps import read_steps
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, assert_same, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
@@ -88,6 +87,4 @@ def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
     assert "finished: SUCCEEDED" in output
     assert fired(run_dir) == {fault: 1}
     undisturbed = _train(nemo_zygote, tmp_path / "undisturbed", RECIPE)
-    verdict = compare(undisturbed.steps, read_steps(run_dir))
-    assert verdict.equal, f"{verdict.sentence}\n{output}"
-    assert verdict.steps == STEPS
+    assert_same(undisturbed.steps, read_steps(run_dir), STEPS, output)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
-from checkpointless.observability.report.verify import compare
 from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.system.temp_folder import SHARED_MEMORY
 from tests.ranks.agent_job import Ended, Job
+from tests.ranks.jobs import assert_same
 from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
 
@@ -57,8 +57,7 @@ def disturbed(
     calm: Calm, run_dir: Path, *args: str, faults: tuple[str, ...] = (EXCEPTION,)
 ) -> tuple[Ended, list[IncidentSummary]]:
     job = train(run_dir, *args, faults=faults)
-    verdict = compare(calm(*args[:2]), read_steps(run_dir))
-    assert verdict.equal, f"{verdict.sentence}\n{job.err}"
+    assert_same(calm(*args[:2]), read_steps(run_dir), story=job.err)
     incidents = summarize(read_events(run_dir))
     assert {each.steps_lost for each in incidents} <= {0, None}, job.err
     return job, incidents
@@ -93,8 +92,7 @@ def test_ranks_of_two_nodes_hand_their_states_over(tmp_path: Path) -> None:
     faults = (EXCEPTION, "exception@between:rank=2,step=4")
     nodes = Nodes(tmp_path / "run", 2, *args, script="once.py", record_steps=True, faults=faults)
     first, _ = nodes.end()
-    verdict = compare(read_steps(calm.run_dir), read_steps(nodes.run_dir))
-    assert verdict.equal, f"{verdict.sentence}\n{first.err}"
+    assert_same(read_steps(calm.run_dir), read_steps(nodes.run_dir), story=first.err)
     rungs = [each.rung for each in summarize(read_events(nodes.run_dir))]
     assert rungs == [Rung.IN_PROCESS, Rung.OWN_STATE, Rung.OWN_STATE], first.err
     assert not any(handed_over_in(agent).exists() for agent in nodes.agents)
@@ -169,6 +167,6 @@ def test_lightning_gets_back_what_its_parts_have(tmp_path: Path) -> None:
 
     expected, means, _ = fit("calm")
     found, results, job = fit("rough", "exception@backward:rank=1,step=8", "sigkill@optimizer:rank=0,step=11")
-    assert compare(expected, found).equal, job.err
+    assert_same(expected, found, story=job.err)
     assert results == means
     assert "(new process, own state); nothing was lost" in job.err

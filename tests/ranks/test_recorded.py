@@ -7,6 +7,7 @@ import pytest
 
 from checkpointless.observability.report.verify import Quantity, Steps, compare
 from tests.ranks.jobs import Disturb, Job, run_job, small
+from tests.ranks.layouts import with_checkpoints
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -17,13 +18,6 @@ STEPS = 6
 
 def train(zygote: Zygote, run_dir: Path, *changes: str, saves: bool = True) -> Job:
     """Run a job that validates every two steps and, with ``saves``, writes NeMo's checkpoints."""
-    checkpoints = (
-        "trainer.enable_checkpointing=true",
-        "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
-        "every_n_train_steps: 3, save_last: true, save_top_k: -1, monitor: null, "
-        "save_context_on_train_end: false}",
-        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{run_dir / 'nemo'}', name: tiny_gpt}}",
-    )
     return run_job(
         zygote,
         run_dir,
@@ -33,7 +27,7 @@ def train(zygote: Zygote, run_dir: Path, *changes: str, saves: bool = True) -> J
             *small(2, STEPS),
             "trainer.limit_val_batches=2",
             "trainer.val_check_interval=2",
-            *(checkpoints if saves else ()),
+            *(with_checkpoints(run_dir / "nemo") if saves else ()),
             *changes,
         ),
     )

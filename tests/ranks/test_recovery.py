@@ -11,11 +11,11 @@ from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.summary import RunState, build_report
 from checkpointless.observability.report.trace import write_trace
-from checkpointless.observability.report.verify import Steps, compare
+from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import Rung
 from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Attempt, Disturb, Job, faults_in, require_nothing_left, small
-from tests.ranks.layouts import DROPOUT, EP2, PP2, TP2
+from tests.ranks.layouts import DROPOUT, EP2, PP2, RESUME, TP2, with_checkpoints
 from tests.unit.report.reports import html_page
 from tests.unit.report.test_forms import check_page, check_trace
 
@@ -127,30 +127,15 @@ def test_both_holders_gone_and_no_checkpoint_fails_with_the_reason(attempt: Atte
     assert max(record.step for record in job.steps[1]) == 2, "never a silent restart at step 0"
 
 
-def with_checkpoints(directory: Path) -> tuple[str, ...]:
-    """Return overrides for NeMo's own checkpoint every 3 steps and for its auto-resume."""
-    return (
-        "trainer.enable_checkpointing=true",
-        "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 3, "
-        "save_last: true, save_top_k: -1, monitor: null, save_context_on_train_end: false}",
-        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{directory}', name: tiny_gpt}}",
-        "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, resume_ignore_no_checkpoint: true}",
-    )
-
-
 def test_both_holders_gone_falls_back_to_the_checkpoint(
     attempt: Attempt, undisturbed: Callable[..., Steps], tmp_path: Path
 ) -> None:
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
-    args = (*small(4, 7), *with_checkpoints(tmp_path / "nemo"))
+    args = (*small(4, 7), *with_checkpoints(tmp_path / "nemo"), RESUME)
     # A checkpoint can take long on a busy disk.
     job = attempt(4, args=args, faults=faults, heartbeat_timeout_s=60.0)
-    reference = undisturbed(4, small(4, 7))
-    verdict = compare(reference, job.steps)
-    assert verdict.difference is None, "what was done again has other bits"
-    assert not verdict.missing
-    assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
+    job.assert_done_again(undisturbed(4, small(4, 7)), again={4})  # it went on from the checkpoint after step 3
     check_fallback_report(job)
 
 
