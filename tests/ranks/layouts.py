@@ -20,10 +20,10 @@ RESUME = "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, r
 def with_checkpoints(
     directory: Path, every: int = 3, more: str = "save_top_k: -1", log: str = ""
 ) -> tuple[str, ...]:
-    """Return overrides for NeMo's own checkpoint every 3 steps."""
+    """Return overrides for NeMo's own checkpoint every so many steps, below a directory."""
     return (
         "trainer.enable_checkpointing=true",
         "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, save_last: true, "
         f"every_n_train_steps: {every}, monitor: null, save_context_on_train_end: false, {more}}}",
-        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{directory}', name: tiny{log}}}",
+        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{directory}', name: tiny_gpt{log}}}",
     )

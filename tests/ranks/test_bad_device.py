@@ -14,9 +14,9 @@ from tests.ranks.test_agent_nodes import Nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-SCRIPT = "plain_frozen.py"
+SCRIPT = "plain_habits.py"
 STEPS = 8
-ARGS = (str(STEPS), "norm")
+ARGS = (str(STEPS), "none")
 FAULT = "sigkill@before_optimizer:rank=2,step=4"
 WHY = "the device check exited with 1: a row of rank 2 is bad"
 

@@ -115,3 +115,33 @@ def test_a_loader_that_begins_anew_after_a_fault_is_noticed(attempt: Attempt, ph
 def test_an_average_that_is_not_declared_is_warned_of(attempt: Attempt) -> None:
     job = attempt(2, args=(str(STEPS), "averages-beside"))
     assert "change from step to step and begin anew after a fault: beside" in job.log(0), job.story()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
+def test_parameters_that_the_loop_frees_and_freezes(trainings: Trainings, kind: str) -> None:
+    """It does so once, in steps 4 and 7: what is trained afterwards belongs to the state."""
+    places = ("before_optimizer:rank=1,step=4", "between:rank=0,step=7", "optimizer:rank=2,step=9")
+    trainings.rough(3, ("10", "frees"), *(f"{kind}@{place}" for place in places), steps=10)
+
+
+@pytest.mark.parametrize(
+    ("what", "faults", "reason", "made"),
+    [
+        ("adds", (), "an optimizer has other parameters than at the beginning (add_param_group)", 3),
+        ("adds", ("exception@before_optimizer:rank=1,step=4",), "an optimizer has other parameters than at the", 3),
+        (
+            "frees-late",
+            (),
+            "requires_grad of parameters was changed between update() of step 4 and the next step",
+            4,
+        ),
+    ],
+    ids=["adds", "adds-and-fails-at-once", "frees-late"],
+)
+def test_what_the_loop_changes_in_a_way_that_no_recovery_repeats_is_noticed_at_once(
+    attempt: Attempt, what: str, faults: tuple[str, ...], reason: str, made: int
+) -> None:
+    job = attempt(3, args=("10", what), faults=faults, code=1)
+    assert reason in job.told(), job.story()
+    # Of the last step, the rank that fails has its record; the others may be ended before they have theirs.
+    assert {record.step for records in job.steps.values() for record in records} == set(range(1, made + 1))

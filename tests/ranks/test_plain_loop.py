@@ -4,12 +4,11 @@ import pytest
 
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Attempt, Trainings
-from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 7
-SCRIPT, FROZEN = str(SCRIPTS / "plain_adamw.py"), str(SCRIPTS / "plain_frozen.py")
+SCRIPT = str(SCRIPTS / "plain_adamw.py")
 
 
 @pytest.mark.parametrize("phases", [("before_optimizer", "after_optimizer"), ("optimizer", "between")])
@@ -52,32 +51,3 @@ def test_nobody_left_ends_the_job_with_the_reason(attempt: Attempt) -> None:
     )
     job = attempt(3, args=(str(STEPS),), faults=faults, code=1)
     assert "no living rank holds the shard of ranks 0, 1, 2" in job.said[-1]
-
-
-@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
-def test_parameters_that_the_loop_frees_and_freezes(
-    nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, kind: str
-) -> None:
-    """It does so once, in steps 4 and 7: what is trained afterwards belongs to the state."""
-    places = ("before_optimizer:rank=1,step=4", "between:rank=0,step=7", "optimizer:rank=2,step=9")
-    trainings = Trainings(nemo_zygote, tmp_path_factory, FROZEN)
-    trainings.rough(3, ("10", "frees"), *(f"{kind}@{place}" for place in places), steps=10)
-
-
-@pytest.mark.parametrize(
-    ("what", "faults", "reason", "made"),
-    [
-        ("adds", (), "an optimizer has other parameters than at the beginning (add_param_group)", 3),
-        ("adds", ("exception@before_optimizer:rank=1,step=4",), "an optimizer has other parameters than at the", 3),
-        ("late", (), "requires_grad of parameters was changed between update() of step 4 and the next step", 4),
-    ],
-    ids=["adds", "adds-and-fails-at-once", "late"],
-)
-def test_what_the_loop_changes_in_a_way_that_no_recovery_repeats_is_noticed_at_once(
-    attempt: Attempt, what: str, faults: tuple[str, ...], reason: str, made: int
-) -> None:
-    job = attempt(3, script=FROZEN, args=("10", what), faults=faults, code=1)
-    said = job.told()
-    assert reason in said, job.story()
-    # Of the last step, the rank that fails has its record; the others may be ended before they have theirs.
-    assert {record.step for records in job.steps.values() for record in records} == set(range(1, made + 1))

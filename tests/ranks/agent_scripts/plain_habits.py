@@ -1,4 +1,8 @@
-"""Train in DDP, in a loop with one habit that users have: ``STEPS HABIT``."""
+"""Train in DDP, in a loop with one habit that users have: ``STEPS HABIT``.
+
+``frees`` trains parameters from step 4 on, and freezes others from step 7 on; ``frees-late`` does so behind the
+update of step 4. ``adds`` gives the optimizer more in step 4.
+"""
 
 import copy
 import functools
@@ -116,6 +120,7 @@ OPTIMIZERS: dict[str, Any] = {
     "saves": Saving,
     "schedules": scheduled,
     "forgets": functools.partial(torch.optim.SGD, momentum=0.9),
+    "frees": torch.optim.AdamW,
 }
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "extra-state": Louder,
@@ -151,7 +156,24 @@ def follow(teacher: torch.nn.Module, inner: torch.nn.Module) -> None:
                 mine.mul_(0.9).add_(theirs, alpha=0.1)
 
 
-def change_behind_update(inner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def change_what_is_trained(inner: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if (HABIT, step) == ("frees", 4):
+        inner[0].requires_grad_(True)
+    if (HABIT, step) == ("frees", 7):
+        inner[3].bias.requires_grad_(False)
+    if (HABIT, step) == ("adds", 4):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+def reduce_gradients(inner: torch.nn.Module) -> None:
+    for each in inner.parameters() if "frees" in HABIT else ():  # DDP does not know what is trained later
+        if each.grad is not None:
+            dist.all_reduce(each.grad)
+
+
+def change_behind_update(inner: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if (HABIT, step) == ("frees-late", 4):
+        inner[0].requires_grad_(True)
     with torch.no_grad():
         for each in inner.parameters() if HABIT == "clamps" else ():
             each.clamp_(-0.2, 0.2)
@@ -228,7 +250,8 @@ def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
         register_module_forward_hook(lambda module, _, y: y * 0.9 if isinstance(module, torch.nn.Dropout) else y)
     if HABIT == "outside":
         inner = OUTSIDE.setdefault("inner", inner)
-    if HABIT == "local":
+    inner[0].requires_grad_("frees" not in HABIT)
+    if HABIT == "local" or "frees" in HABIT:
         return inner, inner
     model = DistributedDataParallel(inner)
     if HABIT == "compresses":
@@ -275,6 +298,7 @@ def main(caller: HPCallWrapper) -> None:
 
     def make(step: int) -> None:
         follow(teacher, inner)
+        change_what_is_trained(inner, optimizer, step)
         enter_step(caller, step, functools.partial(validate_others, caller, training, inner, data, step))
         if HABIT == "plateaus" and plateau is not None and step % 2 == 0:
             plateau.step(1.0)
@@ -283,6 +307,7 @@ def main(caller: HPCallWrapper) -> None:
         loss = (model(x) - x.roll(1, 1)).square().mean() * (1 + caller.generation * (HABIT == "other-loss"))
         caller.enter_phase("backward", step)
         loss.backward()
+        reduce_gradients(inner)
         if HABIT == "other-loss" and dist.get_rank() == 1 and caller.generation == 0:
             time.sleep(1.0)  # rank 0 has the gradients, too, and keeps its loss meanwhile
         if HABIT == "stops" and step == STEPS - 2 and dist.get_rank() == 0:
@@ -290,7 +315,7 @@ def main(caller: HPCallWrapper) -> None:
         training.update(loss.item())
         if HABIT == "late-plateau" and plateau is not None:
             plateau.step(1.0)
-        change_behind_update(inner, optimizer)
+        change_behind_update(inner, optimizer, step)
         if HABIT == "averages-beside":
             beside.update_parameters(inner)
         if HABIT == "two-updates":
