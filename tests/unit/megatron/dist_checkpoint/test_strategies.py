@@ -49,7 +49,6 @@ from checkpointless.megatron.dist_checkpoint import (
 )
 from checkpointless.replication.parts import PartError, SaveId
 
-pytestmark = pytest.mark.nemo
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 
 SAVES = [SaveId(number, f"{number:024x}") for number in range(4)]
@@ -73,10 +72,8 @@ def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> No
     read = [msgspec.json.decode(msgspec.json.encode(chunks[at])) for at in (0, 2)]
     assert read[0] == ["tensor", "weight", [8, 3], [4, 0], [4, 3], None, "float32"]  # as copies on disks have it
     assert read[1] == ["object", "extra", [1], [0], [], None, ""]
-    others = [
-        msgspec.structs.replace(chunks[0], global_offset=(0, 0)),
-        msgspec.structs.replace(chunks[0], dtype="float64"),
-    ]
+    changes: list[dict[str, Any]] = [{"global_offset": (0, 0)}, {"dtype": "float64"}]
+    others = [msgspec.structs.replace(chunks[0], **change) for change in changes]
     assert len({each.id for each in [*chunks, *others]}) == len(chunks) + 2
 
 
@@ -84,11 +81,8 @@ def test_a_part_gives_back_what_can_be_kept() -> None:
     given_ = leaves()
     values = _values_of(_content_of(IDENTITY, _values_to_keep(given_)), IDENTITY)
     weight, layers, extra, plain, opaque = (values.get(_Chunk.of(leaf).id, {}) for leaf in given_)
-    assert torch.equal(weight, given_[0].data)
-    assert torch.equal(layers, given_[1].data)
-    assert _decoded(extra).getvalue() == b"state"
-    assert _decoded(plain)["seed"] == 3
-    assert opaque == {}
+    assert all(map(torch.equal, (weight, layers), (given_[0].data, given_[1].data)))
+    assert (_decoded(extra).getvalue(), _decoded(plain)["seed"], opaque) == (b"state", 3, {})
     assert _encoded(object()) is None
 
 
@@ -124,9 +118,8 @@ def test_they_are_registered_and_unregistered() -> None:
         for _ in range(2):  # Megatron registers its own again at each look-up
             load = get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
             save = get_default_save_sharded_strategy()
-            assert isinstance(load, CopiesLoadStrategy)
-            assert isinstance(save, CopiesSaveStrategy)
-            assert load.copies is save.copies is copies
+            assert (type(load), type(save)) == (CopiesLoadStrategy, CopiesSaveStrategy)
+            assert load.copies is save.copies is copies  # type: ignore[attr-defined]
             assert are_defaults()
     finally:
         unregister()
@@ -143,9 +136,7 @@ sizes = st.lists(st.integers(0, 1000), min_size=20, max_size=20)
 
 
 @given(wishes, sizes, st.lists(st.integers(0, WORLD - 1), min_size=20, max_size=20))
-def test_each_chunk_is_read_once_and_sent_once_to_each_rank_that_needs_it(
-    wishes: list[set[str]], sizes: list[int], sources: list[int]
-) -> None:
+def test_each_chunk_is_read_and_sent_once(wishes: list[set[str]], sizes: list[int], sources: list[int]) -> None:
     about, source_of = dict(zip(CHUNKS, sizes)), dict(zip(CHUNKS, sources))
     needs = _needs_of([{id_: about[id_] for id_ in each} for each in wishes])
     readers = _readers_of(needs)
