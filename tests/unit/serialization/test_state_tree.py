@@ -23,6 +23,7 @@ from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.digest import digest_value
 from checkpointless.state.serialization.state_tree import StateTreeError, copies_of
 
+both_inline = pytest.mark.parametrize("inline", [0, 1 << 20])
 any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)  # it draws lone surrogates, too
 leaves = (
     st.none()
@@ -96,18 +97,14 @@ def test_round_trip(tree: Any) -> None:
     assert same(back(tree), tree)
     state_tree.check(tree)
     skeleton, tensors = state_tree.split(tree, inline_bytes=0)
-    assert tensors == []
-    assert same(state_tree.join(skeleton, tensors), tree)
+    assert (tensors, same(state_tree.join(skeleton, tensors), tree)) == ([], True)
 
 
 def test_not_a_number_and_infinities() -> None:
-    numbers = back([math.nan, math.inf, -math.inf, 0.1, -0.0])
-    assert math.isnan(numbers[0])
-    assert numbers[1:4] == [math.inf, -math.inf, 0.1]
-    assert math.copysign(1, numbers[4]) == -1
+    assert repr(back([math.nan, math.inf, -math.inf, 0.1, -0.0])) == "[nan, inf, -inf, 0.1, -0.0]"
 
 
-@pytest.mark.parametrize("inline", [0, 1 << 20])
+@both_inline
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
 )
@@ -115,13 +112,11 @@ def test_not_a_number_and_infinities() -> None:
 def test_tensors(dtype: torch.dtype, shape: tuple[int, ...], inline: int) -> None:
     tensor = torch.ones(shape).to(dtype)
     arrived = state_tree.join(*state_tree.split(tensor, inline))
-    assert type(arrived) is torch.Tensor
-    assert arrived.dtype == dtype
-    assert arrived.shape == tensor.shape
+    assert (type(arrived), arrived.dtype, arrived.shape) == (torch.Tensor, dtype, shape)
     assert torch.equal(arrived.to(torch.complex64), tensor.to(torch.complex64))
 
 
-@pytest.mark.parametrize("inline", [0, 1 << 20])
+@both_inline
 def test_how_a_tensor_lies_in_memory_and_what_it_is(inline: int) -> None:
     turned = torch.randn(2, 3, 4).permute(2, 0, 1)
     gaps = torch.randn(8, 8)[::2, 1:3]
@@ -140,7 +135,7 @@ def test_how_a_tensor_lies_in_memory_and_what_it_is(inline: int) -> None:
         assert tensors[0].data_ptr() == turned.data_ptr(), "copied, although it has no gaps"
 
 
-@pytest.mark.parametrize("inline", [0, 1 << 20])
+@both_inline
 @pytest.mark.parametrize("dtype", ["<f4", ">i8", "|b1", "<c16", "<U3", "|S2", "<M8[ns]", "|V4", "<f2"])
 @pytest.mark.parametrize("shape", [(), (0, 2), (3,), (2, 3)])
 def test_arrays(dtype: str, shape: tuple[int, ...], inline: int) -> None:
@@ -148,11 +143,8 @@ def test_arrays(dtype: str, shape: tuple[int, ...], inline: int) -> None:
     array = array[: math.prod(shape)].reshape(shape)
     for each in (array, np.asfortranarray(array), array[..., ::-1] if shape else array):
         arrived = state_tree.join(*state_tree.split(each, inline))
-        assert type(arrived) is np.ndarray
-        assert arrived.dtype.str == dtype
-        assert arrived.shape == each.shape
-        assert arrived.tobytes() == each.tobytes()
-        assert arrived.flags.writeable
+        assert (type(arrived), arrived.dtype.str, arrived.shape) == (np.ndarray, dtype, each.shape)
+        assert (arrived.tobytes(), arrived.flags.writeable) == (each.tobytes(), True)
     assert not shape or state_tree.join(*state_tree.split(np.asfortranarray(array), inline)).flags.f_contiguous
 
 
@@ -195,23 +187,15 @@ def test_a_copy_is_equal_and_has_the_digest(tree: Any) -> None:
 
 
 def test_nothing_that_changes_reaches_a_copy() -> None:
-    tree: dict[str, Any] = {
-        "t": torch.zeros(3),
-        "l": [np.zeros(2)],
-        "d": collections.deque([1]),
-        "p": torch.nn.Parameter(torch.ones(1)),
-    }
+    tree: Any = torch.zeros(3), [np.zeros(2)], collections.deque([1]), torch.nn.Parameter(torch.ones(1))
     copied = state_tree.copy(tree)
-    tree["t"].add_(1)
-    tree["l"][0] += 1
-    tree["l"].append(1)
-    tree["d"].append(2)
-    assert copied["t"].eq(0).all()
-    assert len(copied["l"]) == 1
-    assert not copied["l"][0].any()
-    assert list(copied["d"]) == [1]
-    assert type(copied["p"]) is torch.nn.Parameter
-    assert copied["p"].requires_grad
+    before = repr(copied)
+    tree[0].add_(1)
+    tree[1][0] += 1
+    tree[1].append(1)
+    tree[2].append(2)
+    assert before == repr(copied) != repr(tree)
+    assert (type(copied[3]), copied[3].requires_grad) == (torch.nn.Parameter, True)
 
 
 NAN = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)[0]
@@ -269,8 +253,7 @@ def test_registered_classes_come_back_as_what_they_were() -> None:
     tree = [Mode.FAST, Options.A | Options.B, Window(3, Mode.FAST), {Mode.FAST: 1}, Span(1, torch.ones(2))]
     arrived = back(tree)
     assert arrived[:4] == tree[:4]
-    assert type(arrived[4]) is Span
-    assert arrived[4].stop.equal(torch.ones(2))
+    assert (type(arrived[4]), repr(arrived[4])) == (Span, repr(tree[4]))
 
 
 @pytest.mark.parametrize("kind", [dict, Loud, Word, 3])
@@ -312,7 +295,6 @@ class Settings(dict[str, Any]):
 
 class Numbers(typing.NamedTuple):
     left: int
-    right: int
 
 
 class Shape(torch.Tensor):
@@ -322,14 +304,7 @@ class Shape(torch.Tensor):
 @pytest.mark.parametrize(
     "intruder",
     [
-        object(),
-        lambda: None,
-        Loud(),
-        Colour.RED,
-        Word("a"),
-        Settings(),
-        Numbers(1, 2),
-        torch.nn.Linear(1, 1),
+        *(object(), lambda: None, Loud(), Colour.RED, Word("a"), Settings(), Numbers(1), torch.nn.Linear(1, 1)),
         torch.zeros(2).as_subclass(Shape),
         torch.zeros(2).to_sparse(),
         torch.zeros(2, device="meta"),
@@ -430,11 +405,7 @@ def test_a_forged_tree_gives_plain_data_or_a_value_error(node: Any) -> None:
         {"tensor": ["float32", "cpu", [1 << 40, 0], [0, 0], False, False, b""]},
         {"array": ["|O8", [1], False, b"12345678"]},
         {"scalar": ["|O8", b"12345678"]},
-        {"dict": [1]},
-        {"dict": [1, 2], "set": []},
-        {},
-        msgspec.msgpack.Ext(5, b"x"),
-        {"same": 0},
+        *({"dict": [1]}, {"dict": [1, 2], "set": []}, {}, msgspec.msgpack.Ext(5, b"x"), {"same": 0}),
     ],
 )
 def test_a_forged_value_is_refused_and_takes_no_memory(node: Any) -> None:
@@ -442,14 +413,16 @@ def test_a_forged_value_is_refused_and_takes_no_memory(node: Any) -> None:
         state_tree.loads(msgspec.msgpack.encode(node))
 
 
-def test_what_is_not_registered_here_is_not_imported() -> None:
-    with pytest.raises(ValueError, match=r"collections\.Counter is not registered on this rank"):
-        state_tree.loads(msgspec.msgpack.encode({"registered": ["collections.Counter", ["a"]]}))
-
-
-def test_nothing_is_unpickled() -> None:
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ({"registered": ["collections.Counter", ["a"]]}, r"collections\.Counter is not registered on this rank"),
+        ({"decimal.Decimal": ["1"]}, "unknown type 'decimal.Decimal'"),
+        ({"builtins.eval": ["1"]}, "unknown type 'builtins.eval'"),
+    ],
+)
+def test_nothing_is_imported_or_unpickled(node: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        state_tree.loads(msgspec.msgpack.encode(node))
     with pytest.raises(ValueError):
         state_tree.loads(b"\x80\x04\x95")
-    for name in ("decimal.Decimal", "builtins.eval"):
-        with pytest.raises(ValueError, match=f"unknown type '{name}'"):
-            state_tree.loads(msgspec.msgpack.encode({name: ["1"]}))

@@ -11,46 +11,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.state.serialization.digest import PendingDigests, _digest_bytes
-from checkpointless.transfer import exchange
-from checkpointless.transfer import transfer as staging
-from checkpointless.transfer import transfer as window_module
+from checkpointless.transfer import exchange, transfer
 from checkpointless.transfer.exchange import Message
-from checkpointless.transfer.transfer import (
-    IN_FLIGHT,
-    MEMORY_BUDGET_BYTES,
-    PACKED_BYTES,
-    _bucket_bytes_of,
-    _in_place,
-    _Parcel,
-    _Plan,
-    _plan_buckets,
-    _size_of,
-    _Slice,
-    _Staging,
-    _unpack,
-    _Window,
-)
+from checkpointless.transfer.transfer import IN_FLIGHT
 from tests.drawn import examples
 
 
 @given(st.integers(1, 2**40))
 def test_buckets_in_flight_stay_within_the_budget(budget: int) -> None:
-    assert 0 < _bucket_bytes_of(budget) <= max(1, budget / IN_FLIGHT)
+    assert 0 < transfer._bucket_bytes_of(budget) <= max(1, budget / IN_FLIGHT)
 
 
-@pytest.mark.parametrize("budget", [1, 2**20, MEMORY_BUDGET_BYTES])
+@pytest.mark.parametrize("budget", [1, 2**20, transfer.MEMORY_BUDGET_BYTES])
 def test_buffers_of_packed_buckets_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
-    monkeypatch.setattr(staging, "wire_device", lambda: torch.device("cpu"))
-    plan = _Plan.of([torch.empty(3, dtype=torch.uint8)] * 2, [], _bucket_bytes_of(budget), 1)
-    buffer = _Staging([plan]).take(_size_of(plan.buckets[0]))
+    monkeypatch.setattr(transfer, "wire_device", lambda: torch.device("cpu"))
+    plan = transfer._Plan.of([torch.empty(3, dtype=torch.uint8)] * 2, [], transfer._bucket_bytes_of(budget), 1)
+    buffer = transfer._Staging([plan]).take(transfer._size_of(plan.buckets[0]))
     assert buffer.numel() * IN_FLIGHT <= max(IN_FLIGHT, budget)
 
 
 def test_the_sizes_of_the_default_budget() -> None:
-    bucket_bytes = _bucket_bytes_of(MEMORY_BUDGET_BYTES)
+    bucket_bytes = transfer._bucket_bytes_of(transfer.MEMORY_BUDGET_BYTES)
     assert bucket_bytes == 16 * 2**20
-    small, large = PACKED_BYTES // 2 - 1, 40 * 2**20
-    sizes = [_size_of(bucket) for bucket in _plan_buckets([small, small, small, large], bucket_bytes)]
+    small, large = transfer.PACKED_BYTES // 2 - 1, 40 * 2**20
+    sizes = [
+        transfer._size_of(bucket) for bucket in transfer._plan_buckets([small, small, small, large], bucket_bytes)
+    ]
     assert sorted(sizes) == [small, 2 * small, 8 * 2**20, 16 * 2**20, 16 * 2**20]
 
 
@@ -60,7 +46,7 @@ def test_every_byte_comes_once_in_order_and_those_of_objects_from_the_first_hold
 ) -> None:
     places = 5
     tensors = [torch.empty(size, dtype=torch.uint8) for size in [*shard, *inside]]
-    plan = _Plan.of(tensors[: len(shard)], tensors[len(shard) :], bucket_bytes, places)
+    plan = transfer._Plan.of(tensors[: len(shard)], tensors[len(shard) :], bucket_bytes, places)
     assert all(map(operator.is_, plan.tensors, tensors))
     seen = [
         (part.index, byte) for bucket in plan.buckets for part in bucket for byte in range(part.start, part.stop)
@@ -72,26 +58,26 @@ def test_every_byte_comes_once_in_order_and_those_of_objects_from_the_first_hold
         of_objects = bucket[0].index >= len(shard)
         assert all((part.index >= len(shard)) is of_objects for part in bucket)
         assert sender[index] == (0 if of_objects else index % places)
-        assert 0 < _size_of(bucket) <= bucket_bytes
+        assert 0 < transfer._size_of(bucket) <= bucket_bytes
         lying = [(part.index, part.start) for part in bucket]
         assert lying == sorted(lying)
 
 
 @pytest.fixture(autouse=True)
 def the_wire_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "wire_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(transfer, "wire_device", lambda: torch.device("cpu"))
 
 
 def test_one_element_among_others_is_a_piece_of_memory() -> None:
     one, room = torch.arange(3.0).reshape(1, 3)[:, 1], torch.zeros(1, 3)[:, 1]
     assert one.is_contiguous()
     assert one.stride() == (3,)
-    bucket = (_Slice(0, 0, 4),)
-    piece = _in_place([one], bucket)
+    bucket = (transfer._Slice(0, 0, 4),)
+    piece = transfer._in_place([one], bucket)
     assert piece is not None
     assert piece.view(torch.float32).tolist() == [1.0]
     digests = PendingDigests()
-    _unpack([room], bucket, piece, digests)
+    transfer._unpack([room], bucket, piece, digests)
     assert room.tolist() == [1.0]
     assert digests.fetch() == [_digest_bytes(piece)]
 
@@ -111,7 +97,7 @@ class Rank:
     """Records the groups that one rank launches."""
 
     groups: list[list[tuple[int, int]]] = field(default_factory=list)
-    under_way: list[_Parcel] = field(default_factory=list)
+    under_way: list[transfer._Parcel] = field(default_factory=list)
     most: int = 0
     finished: list[int] = field(default_factory=list)
 
@@ -119,20 +105,20 @@ class Rank:
         self.groups.append([(int(tensor[0]), peer) for _, tensor, peer in messages])
         return [Work()]
 
-    def finish(self, parcel: _Parcel) -> None:
+    def finish(self, parcel: transfer._Parcel) -> None:
         self.under_way.remove(parcel)
         self.finished.append(parcel.index)
 
     def run(self, planned: Sequence[Planned], ahead: bool = True) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(window_module, "runs_ahead", lambda: ahead)
-            patch.setattr(window_module, "launch", self.launch)
-            window = _Window(self.finish)
+            patch.setattr(transfer, "runs_ahead", lambda: ahead)
+            patch.setattr(transfer, "launch", self.launch)
+            window = transfer._Window(self.finish)
             for index, peers in planned:
                 window.make_room()
                 payload = torch.full((1,), index)
                 messages: list[Message] = [(dist.isend, payload, peer) for peer in peers]
-                parcel = _Parcel(index, payload, messages, None)
+                parcel = transfer._Parcel(index, payload, messages, None)
                 self.under_way.append(parcel)
                 self.most = max(self.most, len(self.under_way))
                 window.add(parcel)

@@ -22,23 +22,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpointless.integrations.megatron.dist_checkpoint.strategies import (
-    FILE,
-    _Chunk,
-    _content_of,
-    _decoded,
-    _deliveries_of,
-    _encoded,
-    _Identity,
-    _name_of,
-    _Need,
-    _needs_of,
-    _read_identity,
-    _readers_of,
-    _values_of,
-    _values_to_keep,
-    _write_identity,
-)
+from checkpointless.integrations.megatron.dist_checkpoint import strategies
 from checkpointless.megatron.dist_checkpoint import (
     Copies,
     CopiesLoadStrategy,
@@ -52,7 +36,7 @@ from checkpointless.replication.parts import PartError, SaveId
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 
 SAVES = [SaveId(number, f"{number:024x}") for number in range(4)]
-IDENTITY = _Identity(str(SAVES[1]), "run/weights", 4)
+IDENTITY = strategies._Identity(str(SAVES[1]), "run/weights", 4)
 
 
 def leaves() -> list[ShardedTensor | ShardedObject]:
@@ -66,9 +50,9 @@ def leaves() -> list[ShardedTensor | ShardedObject]:
 
 
 def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> None:
-    chunks = [_Chunk.of(leaf) for leaf in leaves()]
-    assert chunks == [_Chunk.of(replace(leaf, replica_id=7)) for leaf in leaves()]
-    assert [msgspec.json.decode(msgspec.json.encode(each), type=_Chunk) for each in chunks] == chunks
+    chunks = [strategies._Chunk.of(leaf) for leaf in leaves()]
+    assert chunks == [strategies._Chunk.of(replace(leaf, replica_id=7)) for leaf in leaves()]
+    assert [msgspec.json.decode(msgspec.json.encode(each), type=strategies._Chunk) for each in chunks] == chunks
     read = [msgspec.json.decode(msgspec.json.encode(chunks[at])) for at in (0, 2)]
     assert read[0] == ["tensor", "weight", [8, 3], [4, 0], [4, 3], None, "float32"]  # as copies on disks have it
     assert read[1] == ["object", "extra", [1], [0], [], None, ""]
@@ -79,35 +63,38 @@ def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> No
 
 def test_a_part_gives_back_what_can_be_kept() -> None:
     given_ = leaves()
-    values = _values_of(_content_of(IDENTITY, _values_to_keep(given_)), IDENTITY)
-    weight, layers, extra, plain, opaque = (values.get(_Chunk.of(leaf).id, {}) for leaf in given_)
+    values = strategies._values_of(strategies._content_of(IDENTITY, strategies._values_to_keep(given_)), IDENTITY)
+    weight, layers, extra, plain, opaque = (values.get(strategies._Chunk.of(leaf).id, {}) for leaf in given_)
     assert all(map(torch.equal, (weight, layers), (given_[0].data, given_[1].data)))
-    assert (_decoded(extra).getvalue(), _decoded(plain)["seed"], opaque) == (b"state", 3, {})
-    assert _encoded(object()) is None
+    assert (strategies._decoded(extra).getvalue(), strategies._decoded(plain)["seed"], opaque) == (b"state", 3, {})
+    assert strategies._encoded(object()) is None
 
 
 @pytest.mark.parametrize("other", [{"token": str(SAVES[2])}, {"name": "other/weights"}, {"world_size": 2}])
 def test_a_part_of_another_checkpoint_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(PartError, match="is of the checkpoint"):
-        _values_of(_content_of(IDENTITY, _values_to_keep(leaves())), msgspec.structs.replace(IDENTITY, **other))
+        strategies._values_of(
+            strategies._content_of(IDENTITY, strategies._values_to_keep(leaves())),
+            msgspec.structs.replace(IDENTITY, **other),
+        )
 
 
 def test_an_identity_holds_as_long_as_the_checkpoint_is_as_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "weights"
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"metadata")
-    assert _read_identity(folder) is None
-    identity = msgspec.structs.replace(IDENTITY, name=_name_of(folder))
-    _write_identity(identity, folder)
-    assert _read_identity(folder) == identity
+    assert strategies._read_identity(folder) is None
+    identity = msgspec.structs.replace(IDENTITY, name=strategies._name_of(folder))
+    strategies._write_identity(identity, folder)
+    assert strategies._read_identity(folder) == identity
     moved = folder.rename(tmp_path / "weights")
-    assert _read_identity(moved) is None
+    assert strategies._read_identity(moved) is None
     moved.rename(folder)
     os.utime(folder / ".metadata", (1, 1))
-    assert _read_identity(folder) is None
-    (folder / FILE).write_text("[]")
-    assert _read_identity(folder) is None
-    assert _read_identity("msc://bucket/weights") is None
+    assert strategies._read_identity(folder) is None
+    (folder / strategies.FILE).write_text("[]")
+    assert strategies._read_identity(folder) is None
+    assert strategies._read_identity("msc://bucket/weights") is None
 
 
 def test_they_are_registered_and_unregistered() -> None:
@@ -138,19 +125,23 @@ sizes = st.lists(st.integers(0, 1000), min_size=20, max_size=20)
 @given(wishes, sizes, st.lists(st.integers(0, WORLD - 1), min_size=20, max_size=20))
 def test_each_chunk_is_read_and_sent_once(wishes: list[set[str]], sizes: list[int], sources: list[int]) -> None:
     about, source_of = dict(zip(CHUNKS, sizes)), dict(zip(CHUNKS, sources))
-    needs = _needs_of([{id_: about[id_] for id_ in each} for each in wishes])
-    readers = _readers_of(needs)
+    needs = strategies._needs_of([{id_: about[id_] for id_ in each} for each in wishes])
+    readers = strategies._readers_of(needs)
     assert readers.keys() == needs.keys() == set().union(*wishes)
     assert all(id_ in wishes[rank] for id_, rank in readers.items())
     known = {id_: source_of[id_] for id_ in needs}
-    sent = Counter((each.destination, id_) for each in _deliveries_of(known, needs, WORLD) for id_ in each.names)
+    sent = Counter(
+        (each.destination, id_) for each in strategies._deliveries_of(known, needs, WORLD) for id_ in each.names
+    )
     wanted = {(rank, id_) for rank, each in enumerate(wishes) for id_ in each if source_of[id_] != rank}
     assert sent == Counter(wanted)
 
 
 @given(sizes)
 def test_what_all_need_is_read_evenly(sizes: list[int]) -> None:
-    readers = _readers_of({id_: _Need(size, [*range(WORLD)]) for id_, size in zip(CHUNKS, sizes)})
+    readers = strategies._readers_of(
+        {id_: strategies._Need(size, [*range(WORLD)]) for id_, size in zip(CHUNKS, sizes)}
+    )
     load = Counter({rank: 0 for rank in range(WORLD)})
     for id_, size in zip(CHUNKS, sizes):
         load[readers[id_]] += max(1, size)
@@ -159,8 +150,8 @@ def test_what_all_need_is_read_evenly(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 64])
 def test_when_all_send_to_all_many_pairs_work_at_the_same_time(world: int) -> None:
-    needs = {str(rank): _Need(1, [*range(world)]) for rank in range(world)}
+    needs = {str(rank): strategies._Need(1, [*range(world)]) for rank in range(world)}
     free = [0] * world  # by rank, when it has made its deliveries so far
-    for each in _deliveries_of({str(rank): rank for rank in range(world)}, needs, world):
+    for each in strategies._deliveries_of({str(rank): rank for rank in range(world)}, needs, world):
         free[each.source] = free[each.destination] = max(free[each.source], free[each.destination]) + 1
     assert max(free) <= 2 * world  # each rank sends to and receives from every other one

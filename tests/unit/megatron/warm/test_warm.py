@@ -26,16 +26,7 @@ from megatron.core.transformer import TransformerConfig
 from packaging.version import Version
 
 from checkpointless.integrations.megatron import cpu_platform, warm
-from checkpointless.integrations.megatron.warm import (
-    KeptModel,
-    _Blueprint,
-    _differing,
-    _fingerprint,
-    _groups_now,
-    _unknown_class,
-    _Walk,
-    fingerprints,
-)
+from checkpointless.integrations.megatron.warm import KeptModel, fingerprints
 from checkpointless.state.rng import RngStates
 
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
@@ -200,7 +191,7 @@ def losses_after(fault: Callable[[Training], None]) -> tuple[list[float], list[f
         assert training.kept.mismatch(training.plans) is None
         assert training.kept.unfit() is None
         assert training.kept.bind() > 0
-        now = [id(group) for group, *_ in _groups_now()]
+        now = [id(group) for group, *_ in warm._groups_now()]
         assert all(id(each.intra_distributed_optimizer_instance_group) in now for each in training.buckets)
         training.model.start_param_sync(force_sync=True)  # as a restore does
         return undisturbed, before + [training.step(each) for each in range(1, 4)]
@@ -317,7 +308,7 @@ def test_every_place_is_found() -> None:
         "parameter": parameter,
         "owner": owner,
     }
-    assert _Walk([roots], {id(old): new}).replaced == 15
+    assert warm._Walk([roots], {id(old): new}).replaced == 15
     assert (roots["list"], roots["dict"]) == ([new, (kept, new)], {"a": {"b": new}})
     assert (roots["pair"], roots["config"]) == (Pair(new, kept), Config(new, {"x": [new]}))
     assert (roots["slots"].group, closure(), vars(default)["attribute"], vars(parameter)["group"]) == (new,) * 4
@@ -333,7 +324,7 @@ class Tracker:
 def test_methods_are_bound_to_the_successor() -> None:
     old, new = Tracker(), Tracker()
     owner = SimpleNamespace(context=old.fork, partial=functools.partial(old.fork), tracker=old)
-    assert _Walk([owner], {id(old): new}).replaced == 3
+    assert warm._Walk([owner], {id(old): new}).replaced == 3
     assert owner.context() is owner.partial() is owner.tracker is new
 
 
@@ -366,7 +357,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_a_model_is_noticed(change: str) -> None:
     net = model()
-    built = _Blueprint([net])
+    built = warm._Blueprint([net])
     assert built.difference([net]) is None
     CHANGES[change](net)
     assert built.difference([net])
@@ -376,8 +367,8 @@ def test_only_classes_whose_state_is_known_are_kept() -> None:
     class Own(torch.nn.Module):
         """A layer of the user's."""
 
-    assert _unknown_class([model()]) is None
-    assert "Own" in str(_unknown_class([torch.nn.Sequential(Own())]))
+    assert warm._unknown_class([model()]) is None
+    assert "Own" in str(warm._unknown_class([torch.nn.Sequential(Own())]))
 
 
 def named(full_name: str, base: type = torch.nn.Module) -> Any:
@@ -395,7 +386,7 @@ NORM = named("transformer_engine.pytorch.ops.basic.rmsnorm.RMSNorm", OPERATION)
 def test_a_note_of_a_forward_pass_is_no_change_and_a_hook_is() -> None:
     layer = ROW()
     layer.activation_dtype = None
-    built = _Blueprint([layer])
+    built = warm._Blueprint([layer])
     layer.activation_dtype, layer.forwarded_at_least_once = torch.bfloat16, True
     assert built.difference([layer]) is None
     layer.register_forward_hook(hook)
@@ -405,8 +396,8 @@ def test_a_note_of_a_forward_pass_is_no_change_and_a_hook_is() -> None:
 @pytest.mark.parametrize("release", ["2.5.0", "2.6.0", "2.12.1", "3.0"])
 def test_only_versions_of_the_engine_that_were_read(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr(warm, "get_te_version", lambda: Version(release))
-    assert (_unknown_class([ROW(), NORM()]) is None) == (release in ("2.6.0", "2.12.1"))
-    assert _unknown_class([torch.nn.ReLU()]) is None, "no matter what is installed"
+    assert (warm._unknown_class([ROW(), NORM()]) is None) == (release in ("2.6.0", "2.12.1"))
+    assert warm._unknown_class([torch.nn.ReLU()]) is None, "no matter what is installed"
 
 
 @pytest.mark.parametrize(
@@ -418,7 +409,7 @@ def test_only_versions_of_the_engine_that_were_read(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_only_classes_of_the_engine_that_were_read(name: str) -> None:
-    assert _unknown_class([torch.nn.Sequential(named(name, BASE)())]) == name
+    assert warm._unknown_class([torch.nn.Sequential(named(name, BASE)())]) == name
 
 
 # --- Fingerprints are equal where values mean the same, and only there --------------------------------------------
@@ -488,17 +479,17 @@ def normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
     ],
 )
 def test_what_is_alike(then: Any, now: Any, same: bool) -> None:
-    assert (_fingerprint(then) == _fingerprint(now)) is same
+    assert (warm._fingerprint(then) == warm._fingerprint(now)) is same
     before, after = fingerprints({"a": 1, "b": then}), fingerprints({"a": 1, "b": now})
-    assert _differing(before, after) == (None if same else "b")
+    assert warm._differing(before, after) == (None if same else "b")
 
 
 def test_a_picture_stays_as_it_was() -> None:
     value: dict[str, Any] = {"a": [1], "c": Settings(1, [2])}
-    before = _fingerprint(value)
+    before = warm._fingerprint(value)
     value["a"].append(2)
-    assert _fingerprint(value) != before
+    assert warm._fingerprint(value) != before
     value["a"].pop()
-    assert _fingerprint(value) == before
+    assert warm._fingerprint(value) == before
     value["c"].start.append(3)
-    assert _fingerprint(value) != before
+    assert warm._fingerprint(value) != before
