@@ -21,8 +21,7 @@ pytestmark = pytest.mark.nemo
 
 
 class Call:
-    def __init__(self) -> None:
-        self.is_over = False
+    is_over = False
 
     def leave_if_over(self) -> None:
         if self.is_over:

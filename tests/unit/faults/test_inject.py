@@ -5,6 +5,8 @@ import os
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,6 +24,13 @@ def injector(run_dir: Path | None, *texts: str, rank: int = 2) -> FaultInjector:
     return FaultInjector([parse(text) for text in texts], rank, FaultLedger(run_dir))
 
 
+@pytest.fixture(params=["on disk", "in memory"])
+def run_dir(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path | None:
+    """Return where claims are kept."""
+    monkeypatch.setattr(ledger, "_in_memory", Counter())
+    return tmp_path if request.param == "on disk" else None
+
+
 def causes(injector: FaultInjector, phase: FaultPhase, step: int, generation: int = 0) -> bool:
     try:
         injector.at(phase, step, generation)
@@ -34,19 +43,13 @@ def test_a_fault_comes_in_its_phase_step_and_rank_only(tmp_path: Path) -> None:
     text = "exception@backward:rank=2,step=7"
     assert not causes(injector(tmp_path, text, rank=1), FaultPhase.BACKWARD, 7)
     mine = injector(tmp_path, text)
-    assert not causes(mine, FaultPhase.FORWARD, 7)
-    assert not causes(mine, FaultPhase.BACKWARD, 6)
-    assert causes(mine, FaultPhase.BACKWARD, 7)
+    moments = [(FaultPhase.FORWARD, 7), (FaultPhase.BACKWARD, 6), (FaultPhase.BACKWARD, 7)]
+    assert [causes(mine, *each) for each in moments] == [False, False, True]
 
 
-@pytest.mark.parametrize("kept", ["on disk", "in memory"])
-def test_a_step_made_again_does_not_fail_again(tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "_in_memory", Counter())
-    run_dir = tmp_path if kept == "on disk" else None
+def test_a_step_made_again_does_not_fail_again(run_dir: Path | None) -> None:
     text = "exception@data:rank=2,step=3,times=2"
-    assert causes(injector(run_dir, text), FaultPhase.DATA, 3)
-    assert causes(injector(run_dir, text), FaultPhase.DATA, 3, generation=1)
-    assert not causes(injector(run_dir, text), FaultPhase.DATA, 3, generation=2)
+    assert [causes(injector(run_dir, text), FaultPhase.DATA, 3, each) for each in range(3)] == [True, True, False]
 
 
 def test_two_equal_faults_are_two_faults(tmp_path: Path) -> None:
@@ -58,10 +61,8 @@ def test_two_equal_faults_are_two_faults(tmp_path: Path) -> None:
 
 def test_set_up_phases_cause_nothing_in_the_first_generation(tmp_path: Path) -> None:
     mine = injector(tmp_path, "exception@recovery:rank=2,step=0", "exception@init:rank=2,step=6")
-    assert not causes(mine, FaultPhase.RECOVERY, 0)
-    assert causes(mine, FaultPhase.RECOVERY, 0, generation=1)
-    assert not causes(mine, FaultPhase.INIT, 6)
-    assert causes(mine, FaultPhase.INIT, 6, generation=2)
+    assert [causes(mine, FaultPhase.RECOVERY, 0, each) for each in (0, 1)] == [False, True]
+    assert [causes(mine, FaultPhase.INIT, 6, each) for each in (0, 2)] == [False, True]
 
 
 def test_chance_is_reproducible_and_its_own() -> None:
@@ -79,8 +80,7 @@ def test_chance_is_reproducible_and_its_own() -> None:
 def test_an_injected_fault_is_written_down_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
     monkeypatch.setenv(FAULTS_ENV, json.dumps(["exception@optimizer:rank=1,step=4"]))
-    mine = FaultInjector.from_environment(1)
-    assert mine is not None
+    mine: Any = FaultInjector.from_environment(1)
     assert causes(mine, FaultPhase.OPTIMIZER, 4)
     assert "fault_injected" in (tmp_path / EVENTS_FILE).read_text(), "and not only on the way there"
     (event,) = read_events(tmp_path)
@@ -129,16 +129,13 @@ def test_what_cannot_be_caused_here_does_not_count_as_caused(text: str, says: st
     assert not_fired([parse(text)], tmp_path) == (text,)
 
 
-@pytest.mark.parametrize("kept", ["on disk", "in memory"])
 def test_a_death_that_is_interrupted_has_not_happened(
-    tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank's fault raises in this rank's main thread, between any two of its instructions."""
-    monkeypatch.setattr(ledger, "_in_memory", Counter())
-    run_dir = tmp_path if kept == "on disk" else None
     text = "sigkill@data:rank=2,step=3,times=2"
     assert FaultLedger(run_dir).claim(0, parse(text))
-    monkeypatch.setitem(inject._ENDS, FaultKind.SIGKILL, lambda: (_ for _ in ()).throw(InterruptedError()))
+    monkeypatch.setitem(inject._ENDS, FaultKind.SIGKILL, Mock(side_effect=InterruptedError))
     mine = injector(run_dir, text)
     with pytest.raises(InterruptedError):
         mine.at(FaultPhase.DATA, 3, 0)
@@ -146,7 +143,7 @@ def test_a_death_that_is_interrupted_has_not_happened(
     assert mine.ledger.claim(0, parse(text))
 
 
-def test_a_claim_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_is_whole_or_not_there(tmp_path: Path) -> None:
     link = os.link
 
     def interrupted(*args: Path) -> None:
@@ -154,10 +151,8 @@ def test_a_claim_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monke
         raise InterruptedError
 
     text = "sigkill@data:rank=2,step=3"
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "link", interrupted)
-        with pytest.raises(InterruptedError):
-            FaultLedger(tmp_path).claim(0, parse(text))
+    with patch.object(os, "link", interrupted), pytest.raises(InterruptedError):
+        FaultLedger(tmp_path).claim(0, parse(text))
     assert not list(tmp_path.rglob("*0-0*"))
     assert FaultLedger(tmp_path).claim(0, parse(text))
 
@@ -166,11 +161,9 @@ def test_what_did_not_happen_is_counted(tmp_path: Path) -> None:
     twice, never, chance = "slow@data:rank=2,step=3,times=2", "exit@data:rank=0,step=1", "exit@data:prob=0.5"
     specs = [parse(text) for text in (twice, never, chance)]
     claims = FaultLedger(tmp_path)
-    assert not_fired(specs, tmp_path) == (twice, never)
-    assert claims.claim(0, specs[0])
-    assert not_fired(specs, tmp_path) == (twice, never)
-    assert claims.claim(0, specs[0])
-    assert not_fired(specs, tmp_path) == (never,)
+    for left in ((twice, never), (twice, never), (never,)):
+        assert not_fired(specs, tmp_path) == left
+        claims.claim(0, specs[0])
 
 
 def test_a_bit_is_flipped_in_what_the_phase_works_on_or_else_in_the_state(tmp_path: Path) -> None:

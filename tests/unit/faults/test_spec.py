@@ -89,9 +89,8 @@ def test_a_fault_out_of_range_is_refused(text: str, says: str) -> None:
 
 
 def test_a_fault_of_the_gpu_is_refused_where_there_is_none() -> None:
-    texts = ["cuda@backward:rank=0,step=1"]
+    cuda, oom = "cuda@backward:rank=0,step=1", "oom@backward:rank=0,step=1"
     with pytest.raises(FaultSpecError, match="CUDA is not available here"):
-        parse_all(texts, world_size=4, max_steps=10, cuda=False)
-    for cuda in (True, None):
-        assert parse_all(texts, world_size=4, max_steps=10, cuda=cuda)[0].kind is FaultKind.CUDA
-    assert parse_all(["oom@backward:rank=0,step=1"], world_size=4, max_steps=10, cuda=False)
+        parse_all([cuda], world_size=4, max_steps=10, cuda=False)
+    for text, there in ((cuda, True), (cuda, None), (oom, False)):
+        assert parse_all([text], world_size=4, max_steps=10, cuda=there)

@@ -16,23 +16,14 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.hooks import RemovableHandle
 
-from checkpointless.inprocess import wrap
-from checkpointless.inprocess.exceptions import (
-    RankShouldRestart,
-    is_out_of_memory,
-    is_victim,
-    line_of,
-    make_room,
-    words_of,
-)
+from checkpointless.inprocess import exceptions, wrap
+from checkpointless.inprocess.exceptions import RankShouldRestart, is_victim, line_of, words_of
 from checkpointless.inprocess.generation import Generation, StepTracker
 from checkpointless.inprocess.wrap import _Blocks, _Entry, _is_return, _Pause, _Succession, _traceback_of
 from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.launcher.protocol.causes import exit_code
-from checkpointless.launcher.protocol.messages import Barrier as BarrierMessage
-from checkpointless.launcher.protocol.messages import Go, HandOver, Offer, Offered, Paused, RankMessage
-from checkpointless.launcher.protocol.messages import Pause as PauseMessage
+from checkpointless.launcher.protocol.messages import Pause, Paused, RankMessage
 
 SCRIPT = """
 import multiprocessing as mp
@@ -82,8 +73,7 @@ def test_modes_that_were_changed_for_a_while_are_as_before() -> None:
     finally:
         before.restore()
     assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (False, torch.bfloat16)
 
 
 REGISTER: dict[str, Callable[[Callable[..., None]], RemovableHandle]] = {
@@ -163,32 +153,21 @@ def error_beside(built: list[weakref.ref[Built]], kind: type[Exception]) -> Exce
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
 def test_room_is_made_if_there_is_no_more_memory(kind: type[Exception]) -> None:
     built: list[weakref.ref[Built]] = []
-    assert make_room(error_beside(built, kind))
+    assert exceptions.make_room(error_beside(built, kind))
     assert built[0]() is None
 
 
 def test_an_allocation_that_the_host_refuses_is_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 62, dtype=torch.uint8)
-    assert is_out_of_memory(refused.value)
+    assert exceptions.is_out_of_memory(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        (None, 0),
-        (0, 0),
-        (False, 0),
-        (True, 1),
-        (3, 3),
-        (256, 1),
-        (-256, 1),
-        (-1, 255),
-        (1 << 70, 1),
-        ("", 1),
-        (0.0, 1),
-    ],
-)
+SUCCESSES = [(None, 0), (0, 0), (False, 0)]
+FAILURES = [(True, 1), (3, 3), (256, 1), (-256, 1), (-1, 255), (1 << 70, 1), ("", 1), (0.0, 1)]
+
+
+@pytest.mark.parametrize(("code", "status"), [*SUCCESSES, *FAILURES])
 def test_only_nothing_and_0_are_a_success(code: Any, status: int) -> None:
     assert exit_code(SystemExit(code)) == status
     assert _is_return(SystemExit(code)) == (status == 0)
@@ -241,12 +220,10 @@ def register() -> None:
     raise ValueError("model is already registered")
 
 
-def raised(fn: Any) -> BaseException:
-    try:
-        fn()
-    except BaseException as error:
-        return error
-    raise AssertionError("it has not raised")
+def raised() -> BaseException:
+    with pytest.raises(ValueError) as caught:
+        block()
+    return caught.value
 
 
 class Judged:
@@ -266,9 +243,9 @@ class Judged:
 
 def test_the_first_entry_after_steps_that_raises_before_the_recovery() -> None:
     rank = Judged()
-    assert rank.entry(raised(block)) == "", "no step was made"
+    assert rank.entry(raised()) == "", "no step was made"
     assert rank.entry(ValueError("a bug"), made=2) == ""
-    unfit = rank.entry(raised(block))
+    unfit = rank.entry(raised())
     assert "ValueError: model is already registered" in unfit
     assert "of test_blocks.py (register()) in front of" in unfit
 
@@ -276,13 +253,11 @@ def test_the_first_entry_after_steps_that_raises_before_the_recovery() -> None:
 def test_after_the_recovery_it_takes_two_in_a_row() -> None:
     rank = Judged()
     rank.entry(None, made=1)
-    assert rank.entry(raised(block), recovers=True) == ""
+    assert rank.entry(raised(), recovers=True) == ""
     assert rank.entry(None, made=1) == ""
-    assert [rank.entry(MemoryError()), rank.entry(MemoryError())] == ["", ""], (
-        "memory is freed, and it is tried again"
-    )
-    assert rank.entry(raised(block), recovers=True) == ""
-    assert rank.entry(raised(block), recovers=True)
+    assert [rank.entry(MemoryError()) for _ in "ab"] == ["", ""], "memory is freed, and it is tried again"
+    assert rank.entry(raised(), recovers=True) == ""
+    assert rank.entry(raised(), recovers=True)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), None])
@@ -292,27 +267,25 @@ def test_what_says_nothing_of_the_script(error: BaseException | None) -> None:
     assert [rank.entry(error), rank.entry(error)] == ["", ""]
 
 
-class Barrier(RankClient):
-    """An agent that wants something once, by default a successor, and then begins the next generation."""
+class Pausing(RankClient):
+    """An agent that wants a pause."""
 
-    def __init__(self, wanted: HandOver | Offer | PauseMessage = HandOver(0, 5, [0])) -> None:  # noqa: B008
+    def __init__(self) -> None:
         super().__init__(0)
         self.sent: list[RankMessage] = []
-        self._hear(wanted)
+        self._hear(Pause(0))
 
     def close(self) -> None:
         pass
 
     def _send(self, message: RankMessage) -> None:
         self.sent.append(message)
-        if isinstance(message, BarrierMessage | Offered):
-            self._hear(Go(1, None, {}, 5))
 
 
 def test_a_rank_waits_at_the_agreed_boundary_until_its_generation_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client, beats = Barrier(PauseMessage(0)), list[int]()
+    client, beats = Pausing(), list[int]()
     assert [_Pause(Generation(of), client).is_wanted for of in (0, 1)] == [True, False]
     pause = _Pause(Generation(0), client)
     pause.is_agreed = True

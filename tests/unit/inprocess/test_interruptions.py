@@ -287,27 +287,21 @@ def test_whichever_instruction_of_the_block_is_interrupted_it_is_entered_again()
     assert hit > 50
 
 
-@pytest.fixture
-def heard_keyboard() -> Iterator[None]:
-    """Set Python's own handler: what a shell starts in the background, tests included, ignores the keyboard."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heard_keyboard")
 def test_an_interruption_from_the_keyboard_ends_the_process_and_leaves_nothing() -> None:
-    agent = QuickAgent()
-    before, threads = signal.getsignal(signal.SIGINT), set(threading.enumerate())
+    agent, threads = QuickAgent(), set(threading.enumerate())
+    # What a shell starts in the background, tests included, ignores the keyboard.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def block() -> None:
         signal.raise_signal(signal.SIGINT)
         time.sleep(5)
 
-    with pytest.raises(KeyboardInterrupt):
-        HPWrapper(hp_api_factory=lambda: agent)(block)()
-    assert agent.heard == [Hello]
-    assert (signal.getsignal(signal.SIGINT), active_call_wrapper()) == (before, None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            HPWrapper(hp_api_factory=lambda: agent)(block)()
+    finally:
+        left = signal.signal(signal.SIGINT, before)
+    assert (agent.heard, left, active_call_wrapper()) == ([Hello], signal.default_int_handler, None)
     assert set(threading.enumerate()) <= threads  # those of earlier tests may end meanwhile
 
 

@@ -6,50 +6,48 @@ import contextlib
 import itertools
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
 from checkpointless.inprocess import ParameterUpdateLock, RankShouldRestart
+from checkpointless.inprocess.parameter_update_lock import CommitState
 
 SOON = timedelta(seconds=5)
 
 
-def test_an_update_commits_its_step() -> None:
+def lock_at(committed: int) -> ParameterUpdateLock:
     lock = ParameterUpdateLock()
-    lock.set_committed(3)
+    lock.set_committed(committed)
+    return lock
+
+
+def test_an_update_commits_its_step() -> None:
+    lock = lock_at(3)
     lock.mark_ready(4)
     assert lock.state().ready
     with lock.update(4):
         assert lock.committed == 3
-    assert (lock.state().committed, lock.state().ready, lock.state().torn) == (4, False, False)
+    assert lock.state() == CommitState(4, ready=False, torn=False)
 
 
 def test_close_waits_for_the_update_in_progress() -> None:
-    lock = ParameterUpdateLock()
-    lock.set_committed(0)
-    inside, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+    lock, inside, go_on = lock_at(0), threading.Event(), threading.Event()
 
     def train() -> None:
         with lock.update(1):
             inside.set()
             go_on.wait(60)
 
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    assert inside.wait(60)
-
-    def close() -> None:
-        if lock.close(SOON):
-            closed.set()
-
-    closer = threading.Thread(target=close)
-    closer.start()
-    assert not closed.wait(0.1)
-    go_on.set()
-    assert closed.wait(60)
-    trainer.join()
-    closer.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(train)
+        assert inside.wait(60)
+        closed = pool.submit(lock.close, SOON)
+        with pytest.raises(TimeoutError):
+            closed.result(0.1)
+        go_on.set()
+        assert closed.result(60)
     assert lock.committed == 1
 
 
@@ -60,14 +58,12 @@ def test_close_is_bounded_and_says_so() -> None:
 
 
 def test_no_update_begins_after_close() -> None:
-    lock = ParameterUpdateLock()
-    lock.set_committed(2)
+    lock = lock_at(2)
     lock.mark_ready(3)
     assert lock.close(SOON)
     with pytest.raises(RankShouldRestart), lock.update(3):
         raise AssertionError("the update began")
-    assert lock.state().ready, "the gradients are still held: the update can be applied later"
-    assert lock.committed == 2
+    assert lock.state() == CommitState(2, ready=True, torn=False), "the gradients are still held for a later update"
     lock.open()
     with lock.update(3):
         pass
@@ -75,16 +71,12 @@ def test_no_update_begins_after_close() -> None:
 
 
 def test_an_update_that_fails_is_torn_and_frees_who_waits() -> None:
-    lock = ParameterUpdateLock()
-    lock.set_committed(2)
+    lock = lock_at(2)
     lock.mark_ready(3)
     with pytest.raises(ZeroDivisionError), lock.update(3):
         raise ZeroDivisionError
     assert lock.close(timedelta(0))
-    state = lock.state()
-    assert state.torn
-    assert not state.ready
-    assert state.committed == 2
+    assert lock.state() == CommitState(2, ready=False, torn=True)
     lock.set_committed(3)
     assert not lock.state().torn
 

@@ -19,14 +19,19 @@ from checkpointless.transfer.tensor_entry import Key
 from tests.unit.recovery.made_up_state import WEIGHT, MadeUpJournal, MadeUpState
 
 
-def hold(live: MadeUpState, commit: CommitState, checksum: bool = False) -> HeldState:
-    return HeldState.of(MadeUpJournal(live), commit, MemoryChecksumManager(checksum), fit=2, offset=7)
+def at_3(ready: bool = False, torn: bool = False) -> CommitState:
+    return CommitState(3, ready=ready, torn=torn)
+
+
+def hold(live: MadeUpState | None = None, checksum: bool = False, **commit: bool) -> HeldState:
+    journal = MadeUpJournal(MadeUpState(step=3) if live is None else live)
+    return HeldState.of(journal, at_3(**commit), MemoryChecksumManager(checksum), fit=2, offset=7)
 
 
 @pytest.mark.parametrize("torn", [True, False])
 def test_moments_and_digest_are_those_of_a_whole_state(torn: bool) -> None:
     live = MadeUpState(step=3)
-    held = hold(live, CommitState(3, ready=False, torn=torn), checksum=True)
+    held = hold(live, checksum=True, torn=torn)
     assert (held.digests is None) is torn
     assert list(held.moments) == ([] if torn else [SnapshotPoint.COMMITTED, SnapshotPoint.CHECKED])
     assert set(held.buffers) == {(3, SnapshotPoint.COMMITTED), (4, SnapshotPoint.COMMITTED)}
@@ -42,8 +47,7 @@ def test_frozen_weights_are_compared_between_replicas(trained: set[str]) -> None
     for value in (1.0, 2.0):
         live = MadeUpState(step=3)
         live.present[WEIGHT] = torch.full((1,), value)
-        commit = CommitState(3, ready=False, torn=False)
-        held = HeldState.of(MadeUpJournal(live), commit, manager.checksum_manager, 1, 0, manager._is_frozen)
+        held = HeldState.of(MadeUpJournal(live), at_3(), manager.checksum_manager, 1, 0, manager._is_frozen)
         digests.append(held.digests)
     assert (digests[0] != digests[1]) is bool(trained)
 
@@ -56,7 +60,7 @@ def test_no_gradient_is_held(redone: bool) -> None:
     parameter.grad = torch.ones(2)
     live.present["model", 0, "trained"] = parameter
     gradient = weakref.ref(parameter.grad)
-    held = hold(live, CommitState(3, ready=redone, torn=False))
+    held = hold(live, ready=redone)
     if redone:
         held.redo(4)
         held.let_trainer_go()
@@ -67,7 +71,7 @@ def test_no_gradient_is_held(redone: bool) -> None:
 
 
 def test_going_back_gives_the_buffers_and_objects_of_that_moment_and_drops_the_others() -> None:
-    held = hold(MadeUpState(step=3), CommitState(3, ready=False, torn=False))
+    held = hold()
     assert held.go_back_to(SnapshotPoint.COMMITTED) == {"step": 3, "stage": 0}
     assert list(held.moments) == [SnapshotPoint.COMMITTED]
     assert held.tensors["model", 0, "buffer"].tolist() == [30.0]
@@ -76,19 +80,18 @@ def test_going_back_gives_the_buffers_and_objects_of_that_moment_and_drops_the_o
 
 def test_a_step_is_redone_once_from_the_gradients_that_are_held() -> None:
     live = MadeUpState(step=3)
-    held = hold(live, CommitState(3, ready=True, torn=False), checksum=True)
+    held = hold(live, checksum=True, ready=True)
     for _ in range(2):
         held.redo(4)
     assert live.applied == 1
-    assert held.commit == CommitState(4, ready=False, torn=False)
-    assert held.digests is None
+    assert (held.commit, held.digests) == (CommitState(4, ready=False, torn=False), None)
     assert held.go_back_to(SnapshotPoint.COMMITTED)["step"] == 4
 
 
 def test_a_step_cannot_be_redone_without_gradients() -> None:
-    held = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False))
+    held = hold(ready=True)
     held.let_trainer_go()
-    assert held.commit == CommitState(3, ready=False, torn=False)
+    assert held.commit == at_3()
     with pytest.raises(RuntimeError, match="step 4 is to be applied from gradients that this rank no longer holds"):
         held.redo(4)
 
@@ -96,10 +99,10 @@ def test_a_step_cannot_be_redone_without_gradients() -> None:
 def test_an_update_that_is_interrupted_belongs_to_no_step() -> None:
     live = MadeUpState(step=3)
     live.fails = True
-    held = hold(live, CommitState(3, ready=True, torn=False))
+    held = hold(live, ready=True)
     with pytest.raises(RuntimeError, match="interrupted"):
         held.redo(4)
-    assert held.commit == CommitState(3, ready=False, torn=True)
+    assert held.commit == at_3(torn=True)
 
 
 def written(held: HeldState) -> bool:
@@ -109,20 +112,20 @@ def written(held: HeldState) -> bool:
     return held.commit.torn
 
 
-def trainable(step: int = 3) -> MadeUpState:
-    live = MadeUpState(step=step)
+def hold_frozen() -> HeldState:
+    live = MadeUpState(step=3)
     live.present["model", 0, "frozen"] = torch.ones(5)
-    return live
+    return hold(live)
 
 
 def test_what_a_script_writes_to_before_the_recovery_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    held = hold(trainable(), CommitState(3, ready=False, torn=False))
+    held = hold_frozen()
     assert written(held)
     assert "frozen was written to since the fault" in caplog.text
 
 
 def test_a_recovery_may_write_and_what_is_written_behind_a_second_fault_is_given_up() -> None:
-    held = hold(trainable(), CommitState(3, ready=False, torn=False))
+    held = hold_frozen()
     held.use()
     held.tensors["model", 0, "frozen"].add_(1)
     held.outlive()
@@ -131,23 +134,21 @@ def test_a_recovery_may_write_and_what_is_written_behind_a_second_fault_is_given
 
 
 def test_an_update_gives_way_if_memory_is_short_and_then_a_state_that_replicas_have() -> None:
-    held = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False))
+    held = hold(ready=True)
     held.outlive()
     assert held.journal is not None
     held.outlive(memory_is_short=True)
-    assert held.journal is None
-    assert held.commit == CommitState(3, ready=False, torn=False)
+    assert (held.journal, held.commit) == (None, at_3())
     held.is_superseded = True
     held.outlive()
     assert held.tensors
     held.outlive(memory_is_short=True)
-    assert held.commit.torn
-    assert not held.tensors
+    assert (held.commit.torn, dict(held.tensors)) == (True, {})
 
 
 def test_a_state_that_no_replica_fills_is_kept_if_memory_is_short() -> None:
     """All ranks may be in the same place."""
-    held = hold(MadeUpState(step=3), CommitState(3, ready=False, torn=False))
+    held = hold()
     held.outlive(memory_is_short=True)
     assert not held.commit.torn
     assert held.tensors
@@ -156,7 +157,7 @@ def test_a_state_that_no_replica_fills_is_kept_if_memory_is_short() -> None:
 def test_an_update_that_no_other_rank_can_have_is_kept_if_memory_is_short() -> None:
     live = MadeUpState(step=3)
     live.all_holders = (0,)
-    held = hold(live, CommitState(3, ready=True, torn=False))
+    held = hold(live, ready=True)
     held.outlive(memory_is_short=True)
     assert held.journal is not None
     assert held.commit.ready
@@ -170,7 +171,7 @@ def key(name: str) -> Key:
 
 
 def offloaded(tensors: dict[Key, torch.Tensor], pool: HostMemoryPool) -> HeldState:
-    held = HeldState(CommitState(3, ready=False, torn=False), dict(tensors), {})
+    held = HeldState(at_3(), dict(tensors), {})
     held.offload(pool)
     return held
 

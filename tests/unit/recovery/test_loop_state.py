@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections import deque
@@ -26,6 +27,8 @@ def _nothing_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_warned", set())
 
 
+SCALER = functools.partial(torch.amp.GradScaler, "cpu")
+
 #: How a value of each kind is made, and what changes it.
 KINDS: dict[str, tuple[Any, Any]] = {
     "value": (lambda: Value(0.5), lambda it: setattr(it, "value", 1.5)),
@@ -39,10 +42,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "random": (lambda: random.Random(1), lambda it: it.random()),
     "numpy": (lambda: np.random.default_rng(1), lambda it: it.random()),
     "numpy-legacy": (lambda: np.random.RandomState(1), lambda it: it.normal()),
-    "scaler": (
-        lambda: torch.amp.GradScaler("cpu"),
-        lambda it: it.load_state_dict({**it.state_dict(), "scale": 2.0}),
-    ),
+    "scaler": (SCALER, lambda it: it.load_state_dict({**it.state_dict(), "scale": 2.0})),
     "module": (lambda: torch.nn.Linear(1, 1), lambda it: it.weight.data.add_(1)),
 }
 
@@ -66,14 +66,10 @@ def _train(undeclared: _Undeclared, steps: int) -> Iterator[int]:
         yield step
 
 
-def _named(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
-
-
 def test_variables_that_change_are_named(caplog: pytest.LogCaptureFixture) -> None:
     norms: list[float] = []
     average, best, still = 0.0, None, [1]
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = SCALER()
     other = torch.nn.Linear(2, 2)
     for step in _train(_Undeclared([]), 5):
         loss = 1.0 / step
@@ -81,7 +77,7 @@ def test_variables_that_change_are_named(caplog: pytest.LogCaptureFixture) -> No
         average = 0.9 * average + 0.1 * loss
         with torch.no_grad():
             other.weight.add_(1)
-    (said,) = _named(caplog)
+    (said,) = caplog.messages
     assert ": average, norms, other. " in said
     assert "state={'average': Value(average)}" in said
     assert (best, still, scaler.get_scale()) == (None, [1], 65536.0)
@@ -98,7 +94,7 @@ def test_what_is_declared_or_restored_anyway_is_not_named(caplog: pytest.LogCapt
         norms.append(float(step))
         with torch.no_grad():
             model.weight.add_(1)
-    assert _named(caplog) == []
+    assert caplog.messages == []
     assert len(wrapped) == 1
 
 
@@ -106,7 +102,7 @@ def test_an_iterator_from_before_the_first_step_is_named(caplog: pytest.LogCaptu
     batches = iter([torch.zeros(1)] * 9)
     for _ in _train(_Undeclared([]), 4):
         next(batches)
-    (said,) = _named(caplog)
+    (said,) = caplog.messages
     assert "the iterator batches was made before the first step" in said
 
 
@@ -114,7 +110,7 @@ def test_a_log_file_is_no_iterator_of_data(tmp_path: Path, caplog: pytest.LogCap
     with (tmp_path / "log").open("a") as log, (tmp_path / "log").open() as rows:
         for step in _train(_Undeclared([]), 4):
             print(step, rows.readline(), file=log)
-    (said,) = _named(caplog)
+    (said,) = caplog.messages
     assert "the iterator rows was made before the first step" in said
 
 
@@ -126,6 +122,6 @@ def test_none_tuples_and_arrays_are_looked_at(caplog: pytest.LogCaptureFixture) 
         average = float(step) if average is None else 0.9 * average + step
         hidden = (hidden[0] + 1, hidden[1])
         table[0] += step
-    (said,) = _named(caplog)
+    (said,) = caplog.messages
     assert ": average, hidden, table. " in said
     assert len(rows) == 100_000

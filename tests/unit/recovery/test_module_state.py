@@ -11,10 +11,6 @@ from checkpointless.integrations.torch.torch_tensors import _ExtraState, _unfit_
 from checkpointless.state.module_tensors import BufferCopies, TrainingTensors, _ParamGroups
 
 
-class Tensors(TrainingTensors):
-    """Modules of this rank alone."""
-
-
 class Counter(torch.nn.Module):
     def __init__(self, count: object) -> None:
         super().__init__()
@@ -31,10 +27,10 @@ def test_modes_and_extra_state_are_put_back() -> None:
     calls, counter = [3], Counter(None)
     first = torch.nn.Sequential(torch.nn.Dropout(), Counter({"calls": calls}), torch.nn.Linear(2, 2))
     first[0].eval()
-    state, extra = Tensors([first], []).capture()(), _ExtraState([first]).take()
+    state, extra = TrainingTensors([first], []).capture()(), _ExtraState([first]).take()
     calls[0] = 4
     second = torch.nn.Sequential(torch.nn.Dropout(), counter, torch.nn.Linear(2, 2))
-    Tensors([second], []).restore(state)
+    TrainingTensors([second], []).restore(state)
     _ExtraState([second]).put(extra)
     assert [part.training for part in second.modules()] == [True, False, True, True]
     assert counter.count == {"calls": [3]}, "what was taken is nobody's to change"
@@ -55,7 +51,7 @@ def test_hooks_of_ddp_that_keep_something_are_refused() -> None:
 @pytest.mark.parametrize("how", ["written", "replaced"])
 def test_buffers_that_are_written_to_are_found(how: str) -> None:
     norm = torch.nn.BatchNorm1d(2)
-    tensors = Tensors([torch.nn.Sequential(torch.nn.BatchNorm1d(2), norm)], [])
+    tensors = TrainingTensors([torch.nn.Sequential(torch.nn.BatchNorm1d(2), norm)], [])
     tensors.buffers.mark()
     assert tensors.buffers.written() == []
     if how == "written":
@@ -70,7 +66,7 @@ def test_new_buffers_are_found_where_a_state_dict_has_them() -> None:
     module[0].register_buffer("one", shared)
     module[1].register_buffer("same", shared)  # a second name of it
     module[1].register_buffer("later", None)
-    tensors = Tensors([module], [])
+    tensors = TrainingTensors([module], [])
     assert tensors.buffers.new([module]) == []
     module[1].later = torch.zeros(1)
     module[0].register_buffer("cache", torch.zeros(1), persistent=False)

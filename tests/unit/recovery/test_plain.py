@@ -1,6 +1,5 @@
 """What the first update of a loop shows of its optimizer, and what counts as a change of its weights."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,38 +18,39 @@ from checkpointless.state.port import SnapshotPoint
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-@pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
-    """Return a function that makes a training in a generation; something communicates all the time."""
+@pytest.fixture(autouse=True)
+def something_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter(range(100))
     monkeypatch.setattr(torch_tensors.process_groups, "launched", lambda: {"group": next(counts)})
 
-    def make_update(generation: int, module: torch.nn.Module | None = None, **more: Any) -> PlainTraining:
-        module = torch.nn.Linear(3, 2) if module is None else module
-        call: Any = SimpleNamespace(
-            generation=generation,
-            is_first=generation == 0,
-            high_water=generation,
-            checkpoint_manager=CheckpointManager(),
-            faults=None,
-            steps=SimpleNamespace(loops=0),
-            blocks=SimpleNamespace(begin_training=lambda _: None),
-        )
-        module(torch.ones(1, 3)).sum().backward()
-        return PlainTraining(call, [module], [torch.optim.SGD(module.parameters(), lr=0.1)], **more)
 
-    return make_update
+def train(generation: int, **more: Any) -> PlainTraining:
+    """Return a training in a generation, with the gradients of a step."""
+    module = torch.nn.Linear(3, 2)
+    call: Any = SimpleNamespace(
+        generation=generation,
+        is_first=generation == 0,
+        high_water=generation,
+        checkpoint_manager=CheckpointManager(),
+        faults=None,
+        steps=SimpleNamespace(loops=0),
+        blocks=SimpleNamespace(begin_training=lambda _: None),
+    )
+    module(torch.ones(1, 3)).sum().backward()
+    return PlainTraining(call, [module], [torch.optim.SGD(module.parameters(), lr=0.1)], **more)
 
 
-def test_an_optimizer_that_communicates_is_refused_in_the_jobs_first_step(
-    train: Callable[..., PlainTraining],
-) -> None:
+@pytest.fixture
+def training() -> PlainTraining:
+    return train(1)
+
+
+def test_an_optimizer_that_communicates_is_refused_in_the_jobs_first_step() -> None:
     with pytest.raises(UnrecoverableError, match="an optimizer communicates in its step"):
         train(0)._tensors.finish_update()
 
 
-def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callable[..., PlainTraining]) -> None:
-    training = train(1)
+def test_a_change_of_weights_counts_until_the_state_is_taken_again(training: PlainTraining) -> None:
     journal = training._journal
     assert journal.changed() == "", "nothing has been captured yet"
     make_update(training, 1)
@@ -65,7 +65,7 @@ def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callab
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_gradients_that_overflow_are_left_out_with_a_scaler_as_its_own_step_does(
-    train: Callable[..., PlainTraining], monkeypatch: pytest.MonkeyPatch, overflows: bool
+    monkeypatch: pytest.MonkeyPatch, overflows: bool
 ) -> None:
     training = train(1, scaler=torch.amp.GradScaler("cpu"))
     for name in ("_compute", "_record"):
@@ -78,8 +78,7 @@ def test_gradients_that_overflow_are_left_out_with_a_scaler_as_its_own_step_does
     parameter.grad[0, 0] = float("inf") if overflows else 1.0
     training.update()
     assert parameter.isfinite().all()
-    assert parameter.equal(before) is overflows
-    assert parameter.grad is None
+    assert (parameter.equal(before), parameter.grad) == (overflows, None)
 
 
 def make_update(training: PlainTraining, step: int) -> None:
@@ -99,10 +98,7 @@ def _taken_behind_the_first_update(training: PlainTraining) -> torch.nn.Paramete
     return next(iter(training.state.modules[0].parameters()))
 
 
-def test_other_weights_that_are_put_back_behind_the_update_are_no_change(
-    train: Callable[..., PlainTraining],
-) -> None:
-    training = train(1)
+def test_other_weights_that_are_put_back_behind_the_update_are_no_change(training: PlainTraining) -> None:
     weight = _taken_behind_the_first_update(training)
     raw = weight.detach().clone()
     with torch.no_grad():
@@ -111,9 +107,8 @@ def test_other_weights_that_are_put_back_behind_the_update_are_no_change(
     begin_next(training)
 
 
-def test_rates_that_are_changed_after_the_update_are_refused(train: Callable[..., PlainTraining]) -> None:
+def test_rates_that_are_changed_after_the_update_are_refused(training: PlainTraining) -> None:
     """A scheduler that is given steps with the update; a loop that steps it as well steps it twice."""
-    training = train(1)
     make_update(training, 1)
     begin_next(training)
     training._tensors.optimizers[0].param_groups[0]["lr"] *= 0.5
@@ -124,11 +119,8 @@ def test_rates_that_are_changed_after_the_update_are_refused(train: Callable[...
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
-def test_weights_that_are_changed_beside_an_update_are_refused(
-    train: Callable[..., PlainTraining], is_counted: bool
-) -> None:
+def test_weights_that_are_changed_beside_an_update_are_refused(training: PlainTraining, is_counted: bool) -> None:
     """A parameter of which one element is changed, as where the norms of rows are bounded."""
-    training = train(1)
     weight = _taken_behind_the_first_update(training)
     with torch.no_grad():
         (weight if is_counted else weight.data)[1, 1] = 7.0
@@ -144,22 +136,19 @@ def test_weights_that_are_changed_beside_an_update_are_refused(
 
 
 def test_a_scheduler_that_is_not_given_is_noticed() -> None:
-    def optimizer() -> torch.optim.Optimizer:
-        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-
-    first, second, plain = optimizer(), optimizer(), optimizer()
+    first, second, plain = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1) for _ in range(3))
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (first, second)]
     assert _without_scheduler([plain, first, second], schedulers) is None
     assert _without_scheduler([plain, first, second], schedulers[:1]) == "SGD"
     assert _without_scheduler([first], []) == "SGD"
     chain = torch.optim.lr_scheduler.SequentialLR(first, [schedulers[0]], [])
-    assert _without_scheduler([first], [chain]) is None
-    accelerate: Any = SimpleNamespace(scheduler=schedulers[0]), SimpleNamespace(optimizer=first)
-    assert _without_scheduler([accelerate[1]], [accelerate[0]]) is None
-    assert _without_scheduler([first], [SimpleNamespace()]) is None  # of a kind that is not known
+    accelerates: Any = SimpleNamespace(optimizer=first), SimpleNamespace(scheduler=schedulers[0])
+    unknown = SimpleNamespace()
+    for optimizer, scheduler in ((first, chain), accelerates, (first, unknown)):
+        assert _without_scheduler([optimizer], [scheduler]) is None
 
 
-def test_an_optimizer_with_a_scaler_of_its_own_is_refused(train: Callable[..., PlainTraining]) -> None:
+def test_an_optimizer_with_a_scaler_of_its_own_is_refused() -> None:
     """Accelerate wraps the optimizer, and the loss scale moves in the wrapper's step."""
     module = torch.nn.Linear(3, 2)
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -169,8 +158,7 @@ def test_an_optimizer_with_a_scaler_of_its_own_is_refused(train: Callable[..., P
         PlainTraining(call, [module], [optimizer])
 
 
-def test_other_weights_say_nothing_of_what_was_written_before_them(train: Callable[..., PlainTraining]) -> None:
-    training = train(1)
+def test_other_weights_say_nothing_of_what_was_written_before_them(training: PlainTraining) -> None:
     weight = _taken_behind_the_first_update(training)
     with torch.no_grad(), training.other_weights():
         weight.mul_(2)
@@ -184,10 +172,7 @@ def test_other_weights_say_nothing_of_what_was_written_before_them(train: Callab
     assert "parameters were changed" in training._journal.changed()
 
 
-def test_other_weights_are_put_back_to_the_bit_and_a_fault_is_told_first(
-    train: Callable[..., PlainTraining],
-) -> None:
-    training = train(1)
+def test_other_weights_are_put_back_to_the_bit_and_a_fault_is_told_first(training: PlainTraining) -> None:
     weight = _taken_behind_the_first_update(training)
     with torch.no_grad():
         with pytest.raises(IndexError), training.other_weights():

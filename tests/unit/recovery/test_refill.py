@@ -19,8 +19,8 @@ HELD = {key: torch.full((1,), 5.0) for key in (WEIGHT, BUFFER, MOMENTUM)}
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Key], Any, list[Fill]]]:
-    calls: list[tuple[list[Key], Any, list[Fill]]] = []
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
 
     def send(tensors: Mapping[Key, torch.Tensor], objects: Any, fills: Sequence[Fill], on_bucket: Any) -> None:
         calls.append((list(tensors), objects, list(fills)))
@@ -88,9 +88,8 @@ def test_a_rank_takes_objects_from_a_holder_of_all_its_parts_or_joins_those_of_a
 def test_a_tensor_of_which_the_rank_to_fill_has_said_nothing_is_not_left_out(sent: list[Any]) -> None:
     live = MadeUpState(0)
     live.all_holders, live.held_by = EVERYBODY, {WEIGHT: COLUMN}
-    with pytest.raises(
-        RuntimeError, match=r"rank 3 is to be filled and has said nothing of \('model', 0, 'weight'"
-    ):
+    unknown = r"rank 3 is to be filled and has said nothing of \('model', 0, 'weight'"
+    with pytest.raises(RuntimeError, match=unknown):
         _Refill().move(live, {3: ((EVERYBODY, (0, 1)),)}, dict(HELD), {}, memory_budget_bytes=1)
     assert sent == []
 

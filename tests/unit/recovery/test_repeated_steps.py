@@ -16,25 +16,16 @@ from checkpointless.integrations.torch.repeated_steps import _RepeatedSteps, dig
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import StepLog
 
-
-def again(first: float, batch: torch.Tensor, second: float, other: torch.Tensor) -> None:
-    steps = _RepeatedSteps()
-    for is_first, loss, taken in ((True, first, batch), (False, second, other)):
-        steps.begin_entry(is_first)
-        steps.take(3, {"x": [taken]})
-        steps.compute(3, loss)
+OTHER_LOSS = "has the loss 2.0, where it had 1.0 before"
+OTHER_BATCH = "takes another batch than before the fault"
 
 
 @pytest.mark.parametrize(
     ("second", "other", "reason"),
     [
-        (2.0, torch.ones(2), "step 3 has the loss 2.0, where it had 1.0 before"),
-        (1.0, torch.zeros(2), "step 3 takes another batch than before the fault"),
-        (
-            2.0,
-            torch.zeros(2),
-            "step 3 takes another batch than before the fault and has the loss 2.0, where it had 1.0 before",
-        ),
+        (2.0, torch.ones(2), f"step 3 {OTHER_LOSS}"),
+        (1.0, torch.zeros(2), f"step 3 {OTHER_BATCH}"),
+        (2.0, torch.zeros(2), f"step 3 {OTHER_BATCH} and {OTHER_LOSS}"),
         (1.0, torch.ones(2), ""),
     ],
 )
@@ -43,7 +34,11 @@ def test_what_differs_is_an_event(
 ) -> None:
     monkeypatch.setenv("CHECKPOINTLESS_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
-    again(1.0, torch.ones(2), second, other)
+    steps = _RepeatedSteps()
+    for is_first, loss, taken in ((True, 1.0, torch.ones(2)), (False, second, other)):
+        steps.begin_entry(is_first)
+        steps.take(3, {"x": [taken]})
+        steps.compute(3, loss)
     told = [(event.stage, event.rank, event.fields) for event in read_events(tmp_path)]
     losses = {"loss": 2.0, "before": 1.0} if second == 2.0 else {}
     assert told == ([("inexact", 3, {"step": 3, "reason": reason, **losses})] if reason else [])
@@ -99,17 +94,9 @@ def test_another_block_makes_other_steps(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("loss", "params", "says"),
-    [
-        (1.0, "a", ""),
-        (None, "a", ""),
-        (2.0, "b", "ends with other parameters than"),
-        (1.0, "b", "ends with other parameters than"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "params"), [(1.0, "a"), (None, "a"), (2.0, "b"), (1.0, "b")])
 def test_what_is_recorded_of_a_step_is_compared_with_what_was(
-    loss: float | None, params: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    loss: float | None, params: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of what another process computed, too."""
     StepLog(tmp_path, 0).record(4, 1.0, "a")
@@ -121,8 +108,7 @@ def test_what_is_recorded_of_a_step_is_compared_with_what_was(
     later.record(log, 3, 1.0, "a")
     assert not caplog.records
     later.record(log, 4, loss, params)
-    assert says in caplog.text
-    assert len(caplog.records) == bool(says)
+    assert ["ends with other parameters than" in each for each in caplog.messages] == [True] * (params == "b")
     later.record(log, 5, 1.0, "z")
 
 

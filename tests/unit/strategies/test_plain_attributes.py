@@ -67,34 +67,27 @@ def test_attributes_that_were_added_or_deleted_since_are_undone() -> None:
     model.later = 1.0
     del model.temperature
     without = dict(state.take())
-    state.put(taken)
-    assert model.temperature == 1.0
-    assert not hasattr(model, "later")
-    state.put(without)
-    assert model.later == 1.0
-    assert not hasattr(model, "temperature")
+    for put_back, there, gone in ((taken, "temperature", "later"), (without, "later", "temperature")):
+        state.put(put_back)
+        assert (getattr(model, there), hasattr(model, gone)) == (1.0, False)
 
 
 def test_another_module_is_named_and_the_models_own_is_not(caplog: pytest.LogCaptureFixture) -> None:
     model, slots = Model(), Slots()
     vars(slots).update(ema=torch.nn.Linear(1, 1), head=model.net, model=model)
     _state(model, slots).take()
-    (record,) = caplog.records
-    assert record.getMessage().count("Slots.") == 1
-    assert "Slots.ema" in record.getMessage()
+    (said,) = caplog.messages
+    assert (said.count("Slots."), said.count("Slots.ema")) == (1, 1)
 
 
 def test_what_is_no_plain_data_on_one_side_stays_as_the_block_has_made_it() -> None:
     """NeMo makes its loss in the first step, and the function that fetches data before it."""
-    model = Model()
-    vars(model)["late"], vars(model)["early"] = torch.nn.ReLU().forward, None
-    model.loss = torch.nn.MSELoss()
+    model, function, more = Model(), torch.nn.ReLU().forward, object()
+    vars(model).update(late=function, early=None)
+    model.loss = torch.nn.MSELoss()  # NeMo's, which becomes a module in the first step
     taken = dict(_state(model).take())
     fresh = Model()
-    vars(fresh)["late"], vars(fresh)["early"], vars(fresh)["more"] = None, torch.nn.ReLU().forward, object()
-    vars(fresh)["loss"] = None
+    made = {"late": None, "early": function, "more": more, "loss": None}
+    vars(fresh).update(made)
     _state(fresh).put(taken)
-    assert vars(fresh)["late"] is None, "it is made again where it was made"
-    assert vars(fresh)["loss"] is None, "as NeMo's, which becomes a module in the first step"
-    assert callable(vars(fresh)["early"])
-    assert "more" in vars(fresh), "an object with a life of its own"
+    assert {name: vars(fresh)[name] for name in made} == made

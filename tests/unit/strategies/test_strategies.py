@@ -36,9 +36,8 @@ pytestmark = pytest.mark.nemo
 def test_a_callback_with_settings_stays_the_only_one() -> None:
     given = CheckpointlessCallback(enable_checksum=True)
     present: list[Any] = [given]
-    assert _complete(present) is given
-    assert _complete(present) is given
-    assert present == [given]
+    for _ in range(2):
+        assert (_complete(present), present) == (given, [given])
 
 
 @pytest.fixture
@@ -56,8 +55,7 @@ def test_what_the_command_line_asks_for_comes_last_and_once() -> None:
     present: list[Any] = [*external, users]
     added = _complete(present)
     assert present == [users, added, *external]
-    assert _complete(present) is added
-    assert present == [users, added, *external]
+    assert (_complete(present), present) == (added, [users, added, *external])
 
 
 @pytest.mark.usefixtures("asking")
@@ -107,31 +105,24 @@ def test_all_modules_of_all_fits_are_as_they_were_before_the_first_one() -> None
             set_up(model)
     CheckpointlessFinalizeCleanup()()
     for model, weight in zip(models, weights):
-        assert not hasattr(model, "module")
-        assert not hasattr(model, "table")
+        assert not any(hasattr(model, name) for name in ("module", "table"))
         assert model.configure_optimizers() == "the class's"
         assert model.kept.weight is weight
         assert [name for name, _ in model.named_parameters()] == ["kept.weight", "kept.bias"]
-        assert model.norms == [1.0, 1.0]
-        assert model._trainer is None
+        assert (model.norms, model._trainer) == ([1.0, 1.0], None)
 
 
 # --- When a fit takes the model that was kept ---------------------------------------------------------------------
 
 
-class Kept:
-    def __init__(
-        self, mismatch: str | None = None, unfit: str | None = None, builds_together: bool = False
-    ) -> None:
-        self.streams = RngStates.capture().without_sources(), RngStates.capture()
-        self.builds_together = builds_together
-        self._mismatch, self._unfit = mismatch, unfit
-
-    def mismatch(self, plans: Mapping[str, object]) -> str | None:
-        return self._mismatch
-
-    def unfit(self) -> str | None:
-        return self._unfit
+def a_kept(*what: str) -> Any:
+    """Return a model that was kept and of which ``what`` holds, also as a reason."""
+    return SimpleNamespace(
+        streams=(RngStates.capture().without_sources(), RngStates.capture()),
+        builds_together="builds together" in what,
+        mismatch=lambda plans: "mismatch" if "mismatch" in what else None,
+        unfit=lambda: "unfit" if "unfit" in what else None,
+    )
 
 
 class Job:
@@ -142,14 +133,14 @@ class Job:
         self.everyone = True
         self.told: list[Mapping[str, Any]] = []
 
-    def start(self, kept: Kept | None, fit: int = 1) -> Any:
-        """Set up the fit after the first one of the block, for which a model may have been kept."""
+    def is_warm(self, kept: Any) -> bool:
+        """Set up the fit after the first one of the block, for which a model was kept; return if it is taken."""
         strategy: Any = SimpleNamespace(lightning_module=SimpleNamespace())
-        start: Any = _WarmStart(strategy)
-        manager: Any = SimpleNamespace(kept=None if kept is None else (fit, kept), fits=SimpleNamespace(number=0))
+        start = _WarmStart(strategy)
+        manager: Any = SimpleNamespace(kept=(1, kept), fits=SimpleNamespace(number=0))
         start.agree(manager)
-        assert (manager.kept is not None) == start.is_warm or fit != 1
-        return start
+        assert (manager.kept is not None) == start.is_warm
+        return start.is_warm
 
 
 @pytest.fixture
@@ -164,36 +155,24 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def test_ranks_that_build_together_do_so_if_one_does(job: Job) -> None:
-    assert job.start(Kept(builds_together=True)).is_warm
+    assert job.is_warm(a_kept("builds together"))
     job.everyone = False
-    assert not job.start(Kept(builds_together=True)).is_warm
+    assert not job.is_warm(a_kept("builds together"))
     assert "another rank builds its model" in job.told[0]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("kept", "reason"),
-    [
-        ({"mismatch": "width of the model is another one"}, "width of the model is another one"),
-        ({"unfit": "the optimizer has other hooks"}, "the optimizer has other hooks"),
-    ],
-)
-def test_what_is_not_the_same_is_built_anew(job: Job, kept: dict[str, str], reason: str) -> None:
-    assert not job.start(Kept(**kept)).is_warm  # type: ignore[arg-type]
-    assert job.told == [{"kept": False, "reason": reason}]
-
-
-def test_what_cannot_be_given_is_built_anew(job: Job) -> None:
-    kept = Kept()
-    job.obstacle = "the model was built before the fit"
-    assert not job.start(kept).is_warm
-    assert job.told == [{"kept": False, "reason": job.obstacle}]
+@pytest.mark.parametrize("why", ["mismatch", "unfit", "obstacle"])
+def test_what_is_not_the_same_or_cannot_be_given_is_built_anew(job: Job, why: str) -> None:
+    job.obstacle = why if why == "obstacle" else None
+    assert not job.is_warm(a_kept(why))
+    assert job.told == [{"kept": False, "reason": why}]
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1)], ids=["python", "torch"])
 def test_other_random_numbers_before_a_model_is_built_give_another_model(job: Job, draw: Any) -> None:
-    kept = Kept()
+    kept = a_kept()
     draw()
-    assert not job.start(kept).is_warm
+    assert not job.is_warm(kept)
     assert job.told == [{"kept": False, "reason": "random numbers were drawn otherwise before"}]
 
 
@@ -208,5 +187,4 @@ def test_a_module_that_another_thread_copies_meanwhile_is_none_of_the_models(
     with start._stages(), ThreadPoolExecutor(1) as pool:
         mine, others = io.reinit("mine"), pool.submit(io.reinit, "others").result()
     assert (mine.of, others.of) == ("mine", "others")
-    assert hasattr(mine, "configure_model")
-    assert not hasattr(others, "configure_model")
+    assert [hasattr(each, "configure_model") for each in (mine, others)] == [True, False]

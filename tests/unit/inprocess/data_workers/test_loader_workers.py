@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, util
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,58 +39,53 @@ def variable_of_a_caller(name: str) -> Any:
     return frame.f_locals[name]
 
 
+def dies_with_the_lock(index: int) -> int:
+    """Kill the worker while it holds the lock with which it looks whether it is to end."""
+    if index == 1:
+        variable_of_a_caller("done_event")._cond.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return index
+
+
+def dies_between_open_and_unlink(index: int) -> int:
+    """Kill the worker, which leaves what torch makes for each tensor that is handed over."""
+    if index == 1:
+        (temp_folder.SHARED_MEMORY / f"torch_{os.getpid()}_1_2").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return index
+
+
+def ignores_sigterm(index: int) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return index
+
+
+def tensor(index: int) -> torch.Tensor:
+    return torch.full((4,), index)
+
+
 class Eight(Dataset[Any]):
+    """Eight items, which a function gives."""
+
+    def __init__(self, item: Callable[[int], Any]) -> None:
+        self.item = item
+
     def __len__(self) -> int:
         return 8
 
-
-class DiesWithTheLock(Eight):
-    """Kills its worker while it holds the lock with which it looks whether it is to end."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 1:
-            variable_of_a_caller("done_event")._cond.acquire()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
+    def __getitem__(self, index: int) -> Any:
+        return self.item(index)
 
 
-class Long(Eight):
-    def __getitem__(self, index: int) -> bytes:
-        return bytes(LONG)
-
-
-class Stubborn(Eight):
-    def __getitem__(self, index: int) -> int:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return index
-
-
-class Tensors(Eight):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((4,), index)
-
-
-class DiesBetweenOpenAndUnlink(Eight):
-    """Kills its worker, which leaves what torch makes for each tensor that is handed over."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 1:
-            (temp_folder.SHARED_MEMORY / f"torch_{os.getpid()}_1_2").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
-class Object:
-    def __init__(self, **attributes: Any) -> None:
-        self.__dict__.update(attributes)
+Iterators = Callable[[Callable[[int], Any]], Any]
 
 
 @pytest.fixture
-def iterator_of() -> Iterator[Callable[[Dataset[Any]], Any]]:
+def iterator_of() -> Iterator[Iterators]:
     made: list[Any] = []
 
-    def make(dataset: Dataset[Any]) -> Any:
-        made.append(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
+    def make(item: Callable[[int], Any]) -> Any:
+        made.append(iter(DataLoader(Eight(item), batch_size=None, num_workers=1)))
         return made[-1]
 
     yield make
@@ -104,8 +100,10 @@ def iterator_of() -> Iterator[Callable[[Dataset[Any]], Any]]:
 
 
 def abort(iterator: Any) -> None:
-    loader = Object(_iterator=Object(iterators=[iterator]))
-    trainer = Object(fit_loop=Object(_combined_loader=loader))
+    trainer = Mock()  # can be referred to weakly
+    trainer.fit_loop = SimpleNamespace(
+        _combined_loader=SimpleNamespace(_iterator=SimpleNamespace(iterators=[iterator]))
+    )
     data_loader_abort = HPDataLoaderAbort()
     data_loader_abort.register_attributes(trainer)
     data_loader_abort(STATE)
@@ -136,16 +134,16 @@ def wait_until_dead(iterator: Any) -> None:
     raise AssertionError("the worker lives")
 
 
-def test_a_lock_that_a_worker_died_with(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
-    iterator = iterator_of(DiesWithTheLock())
+def test_a_lock_that_a_worker_died_with(iterator_of: Iterators) -> None:
+    iterator = iterator_of(dies_with_the_lock)
     wait_until_dead(iterator)
     assert not iterator._workers_done_event._cond.acquire(False), "the lock is nobody's any more"
     abort(iterator)
     assert comes_to_its_end(iterator._shutdown_workers)
 
 
-def test_a_message_of_which_half_was_written(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
-    iterator = iterator_of(Long())
+def test_a_message_of_which_half_was_written(iterator_of: Iterators) -> None:
+    iterator = iterator_of(lambda index: bytes(LONG))
     while not iterator._worker_result_queue._reader.poll(0.1):
         continue
     time.sleep(0.2)  # meanwhile the worker fills the pipe and waits
@@ -153,35 +151,33 @@ def test_a_message_of_which_half_was_written(iterator_of: Callable[[Dataset[Any]
     assert comes_to_its_end(lambda: next(iterator))
 
 
-def test_a_worker_that_ignores_sigterm(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
-    iterator = iterator_of(Stubborn())
+def test_a_worker_that_ignores_sigterm(iterator_of: Iterators) -> None:
+    iterator = iterator_of(ignores_sigterm)
     assert next(iterator) == 0
     abort(iterator)
     assert not iterator._workers[0].is_alive()
     assert comes_to_its_end(iterator._shutdown_workers)
 
 
-def test_what_a_killed_worker_had_in_shared_memory_goes(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
-    iterator = iterator_of(DiesBetweenOpenAndUnlink())
+def test_what_a_killed_worker_had_in_shared_memory_goes(iterator_of: Iterators) -> None:
+    iterator = iterator_of(dies_between_open_and_unlink)
     wait_until_dead(iterator)
     (left,) = temp_folder.SHARED_MEMORY.glob(f"torch_{iterator._workers[0].pid}_*")
     abort(iterator)
     assert not left.exists()
 
 
-def test_the_socket_of_a_killed_worker_goes_and_that_of_a_living_one_stays(
-    iterator_of: Callable[[Dataset[Any]], Any],
-) -> None:
+def test_the_socket_of_a_killed_worker_goes_and_that_of_a_living_one_stays(iterator_of: Iterators) -> None:
     share_socket_folder()
 
     def sockets() -> set[Path]:
         return set(Path(util.get_temp_dir()).glob("listener-*"))
 
     before = sockets()
-    first = iterator_of(Tensors())
+    first = iterator_of(tensor)
     assert next(first).tolist() == [0] * 4
     (of_first,) = sockets() - before
-    second = iterator_of(Tensors())
+    second = iterator_of(tensor)
     assert next(second).tolist() == [0] * 4
     (of_second,) = sockets() - before - {of_first}
     abort(first)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,11 @@ WEIGHT, BUFFER = ("model", 0, "weight"), ("model", 0, "running")
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv(HANDOVER_ENV, str(tmp_path))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    return tmp_path
+    yield tmp_path
+    clear()
 
 
 def held(torn: bool = False) -> HeldState:
@@ -48,6 +50,10 @@ def held(torn: bool = False) -> HeldState:
     )
 
 
+def has_the_tensors(found: Any, state: HeldState) -> bool:
+    return all(torch.equal(found.held.tensors[key], each) for key, each in state.tensors.items())
+
+
 def test_it_comes_back_as_it_was(folder: Path) -> None:
     own, state = RankLocalState(0), held()
     own.streams.keep(7, RngStates.capture(0.25, own={"norms": [1.0, 2.0]}))
@@ -59,12 +65,10 @@ def test_it_comes_back_as_it_was(folder: Path) -> None:
     (part,) = root.iterdir()
     assert (root.stat().st_mode & 0o777, part.stat().st_mode & 0o777) == (0o700, 0o600)
     successor = RankLocalState(0)
-    found = take_over(successor)
-    assert found is not None
-    assert found.held.commit == state.commit
-    assert (found.held.fit, found.held.digests) == (2, state.digests)
+    found: Any = take_over(successor)
+    assert (found.held.commit, found.held.fit, found.held.digests) == (state.commit, 2, state.digests)
     assert list(found.held.tensors) == list(state.tensors)
-    assert all(torch.equal(found.held.tensors[key], each) for key, each in state.tensors.items())
+    assert has_the_tensors(found, state)
     assert set(found.held.moments) == set(state.moments)
     there = found.held.moments[SnapshotPoint.CHECKED]
     assert torch.equal(there.objects["groups"][0][0]["exp"], torch.full((5000,), 2.0))
@@ -101,15 +105,13 @@ def test_nothing_is_written_without_room(folder: Path, monkeypatch: pytest.Monke
             (group / f"memory.{name}").write_text(f"{value}\n")
         monkeypatch.setattr(handover, "_CONTROL_GROUP", group)
     nbytes, problem = hand_over(Snapshot(held()), RankLocalState(0), 7)
-    assert nbytes == 0
+    assert (nbytes, list(folder.iterdir())) == (0, [])
     assert "are needed in" in problem
     assert problem.endswith(f"{size(16384 if where == 'folder' else 19000)} are free")
-    assert not list(folder.iterdir())
 
 
 class Trained:
-    def __init__(self) -> None:
-        self.step = 7
+    step = 7
 
     def finish_update(self) -> None:
         self.step += 1
@@ -128,8 +130,7 @@ def test_an_update_that_another_rank_has_made_is_made_first(folder: Path, high_w
     commit = CommitState(7, ready=True, torn=False)
     state = HeldState(commit, journal.tensors(), journal.snapshots(7), journal=journal)
     assert hand_over(Snapshot(state), RankLocalState(0), high_water)[1] == ""
-    found = take_over(RankLocalState(0))
-    assert found is not None
+    found: Any = take_over(RankLocalState(0))
     assert found.held.commit == CommitState(high_water, ready=False, torn=False)
     assert found.held.tensors[WEIGHT].tolist() == [high_water, high_water]
     assert found.held.moments[SnapshotPoint.COMMITTED].objects == {"step": high_water}
@@ -148,9 +149,7 @@ def test_a_successor_on_another_node_fetches_it_as_often_as_it_likes(monkeypatch
     source, problem = offer(Snapshot(state), RankLocalState(0), 7, LOOPBACK)
     assert (source.split()[0], problem) == (LOOPBACK, "")
     for _ in range(2):
-        found = fetch_from(source, monkeypatch)
-        assert found is not None
-        assert all(torch.equal(found.held.tensors[key], each) for key, each in state.tensors.items())
+        assert has_the_tensors(fetch_from(source, monkeypatch), state)
     clear()
     assert fetch_from(source, monkeypatch) is None
 
@@ -163,7 +162,6 @@ def test_only_who_knows_the_secret_gets_it(
     assert fetch_from(f"{address} {port} {'0' * len(secret)}", monkeypatch) is None
     assert "offers cannot be used" in caplog.text
     assert fetch_from(source, monkeypatch) is not None, "the stranger is shown out"
-    clear()
 
 
 def test_who_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,4 +171,3 @@ def test_who_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(handover, "_FETCH_LIMIT_S", 0.0)
     with socket.create_connection((address, int(port))):
         assert fetch_from(source, monkeypatch) is not None
-    clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from pathlib import Path
 
 import msgspec
@@ -44,10 +45,11 @@ def test_ranks_that_cannot_be_divided_are_told_what_is_possible() -> None:
 
 def test_tiers_of_a_recipe_are_made_by_name(tmp_path: Path) -> None:
     settings = {"neighbor_memory": None, "shared_directory": {"path": str(tmp_path), "every": 5}}
-    neighbor, shared = make_tiers(settings)
-    assert isinstance(neighbor, NeighborMemory)
-    assert isinstance(shared, SharedDirectory)
-    assert shared.every == 5
+    tiers = make_tiers(settings)
+    assert [(type(each), each.every) for each in tiers] == [
+        (NeighborMemory, NeighborMemory().every),
+        (SharedDirectory, 5),
+    ]
     (own,) = make_tiers({"checkpointless.recovery.NeighborMemory": {"every": 2}})
     assert own.every == 2
 
@@ -82,8 +84,7 @@ def test_a_folder_that_was_purged_is_made_again_at_the_next_copy(tmp_path: Path)
     assert isinstance(store, DirectoryStore)
     shutil.rmtree(tmp_path / "shared")
     store.write(Part.sealed(PartId(SaveId(1, "0" * 24), 3), 4, Content.of({})), 3)
-    assert store.root.is_dir()
-    assert store.root.stat().st_mode & 0o777 == 0o700
+    assert stat.filemode(store.root.stat().st_mode) == "drwx------"
 
 
 def test_the_folders_of_a_job_that_has_ended_are_removed(tmp_path: Path) -> None:
@@ -130,8 +131,7 @@ def test_it_travels_as_plain_data() -> None:
     lineage = FIRST.begin(1, 4)
     told = json.loads(json.dumps(msgspec.to_builtins(lineage)))
     assert msgspec.convert(told, _Lineage) == lineage
-    assert lineage.newest == 1
-    assert _Lineage(JOB).newest == -1
+    assert (lineage.newest, _Lineage(JOB).newest) == (1, -1)
 
 
 @pytest.mark.parametrize("plain", [None, "job", ["short", []], [JOB, [[1]]], [JOB, [["a", "b"]]]])

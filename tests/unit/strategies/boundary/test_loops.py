@@ -90,18 +90,10 @@ def test_a_validation_that_a_checkpoint_precedes_has_all_batches(tmp_path: Path)
     def fit(folder: str, checkpoint: Path | None = None) -> list[tuple[int, int]]:
         watches = Watches()
         saves = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=2, save_top_k=-1)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            logger=False,
-            max_steps=6,
-            val_check_interval=2,
-            check_val_every_n_epoch=None,
-            limit_val_batches=3,
-            num_sanity_val_steps=0,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[watches, saves],
-        )
+        limits: dict[str, Any] = {"max_steps": 6, "limit_val_batches": 3, "num_sanity_val_steps": 0}
+        limits |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
+        silent: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(accelerator="cpu", callbacks=[watches, saves], **limits, **silent)
         make_resumable(trainer, watches)
         trainer.fit(BoringModel(), ckpt_path=checkpoint)
         return watches.validated
@@ -134,9 +126,8 @@ def test_a_step_that_lightning_makes_instead_of_a_validation_is_ended(
 # --- What is taken of a trainer is what Lightning's loops, callbacks and schedulers had then ----------------------
 
 
-class Owns:
+class Owns(Callback):
     def __init__(self) -> None:
-        super().__init__()
         self.seen: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,14 +137,6 @@ class Owns:
         self.seen = dict(state_dict)
 
 
-class OwnsAsCallback(Owns, pl.Callback): ...
-
-
-class OwnsAsData(Owns, pl.LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(RandomDataset(32, 4))
-
-
 def trainer_with(**options: Any) -> Any:
     silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer: Any = pl.Trainer(accelerator="cpu", **silent, **options)
@@ -161,16 +144,10 @@ def trainer_with(**options: Any) -> Any:
     return trainer
 
 
-def fitted(**options: Any) -> Any:
-    """Return a trainer whose loops have begun."""
-    trainer = trainer_with(max_steps=2, limit_val_batches=0, **options)
-    trainer.fit(BoringModel(), datamodule=OwnsAsData())
-    return trainer
-
-
 def test_a_callback_whose_state_was_empty_is_emptied_again() -> None:
     """Lightning gives an empty state to no callback, so that what hooks at the start had put in would stay."""
-    trainer = fitted(callbacks=[callback := OwnsAsCallback()])
+    trainer = trainer_with(max_steps=2, limit_val_batches=0, callbacks=[callback := Owns()])
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(RandomDataset(32, 4)))
     checkpoint = take_state(trainer)()["checkpoint"]
     callback.seen["n"] = 1
     _load_again(trainer, checkpoint)
@@ -232,8 +209,7 @@ def test_every_moment_is_as_lightning_has_it_and_stays(make: Callable[[], Any]) 
 
 def test_a_checkpoint_has_what_callbacks_and_schedulers_had_when_it_was_taken() -> None:
     class Counts(Callback):
-        def __init__(self) -> None:
-            self.state = {"seen": [1]}
+        state = {"seen": [1]}
 
         def state_dict(self) -> dict[str, Any]:
             return self.state

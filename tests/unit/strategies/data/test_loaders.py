@@ -105,13 +105,14 @@ def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
     assert len(again) == (OF_ALL - again.consumed) // PER_ITEM, "behind the set-up as ever"
 
 
+def validating() -> DataLoader[Any]:
+    return DataLoader(range(OF_ALL), batch_sampler=nemos_sampler())  # type: ignore[arg-type]
+
+
 def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on() -> None:
     trainer = Mock()  # can be referred to weakly
     val_loop = trainer.fit_loop.epoch_loop.val_loop
-    first, late = (
-        DataLoader(range(OF_ALL), batch_sampler=nemos_sampler())  # type: ignore[arg-type, var-annotated]
-        for _ in range(2)
-    )
+    first, late = validating(), validating()
     val_loop._combined_loader = SimpleNamespace(flattened=[first])
     before = loaders.ValidationData(trainer)
     assert len(list(first)) == 8

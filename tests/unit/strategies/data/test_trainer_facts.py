@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,12 +17,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from checkpointless.callbacks.trainer_parts import worker_iterators
-from checkpointless.integrations.lightning.recoverable_strategy import (
-    _keep_loggers,
-    _repeat_worker_draws,
-    _resume_loggers,
-    _StoredPosition,
-)
+from checkpointless.integrations.lightning import recoverable_strategy
+from checkpointless.integrations.lightning.recoverable_strategy import _keep_loggers, _StoredPosition
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.scribe import scribe
@@ -30,8 +27,10 @@ pytestmark = pytest.mark.lightning
 
 
 def sampler(**options: Any) -> Any:
-    counted = {"init_consumed_samples": 0, "prev_consumed_samples": 0, "init_global_step": 0}
-    return SimpleNamespace(global_batch_size=8, rampup_batch_size=None, if_first_step=0, **{**counted, **options})
+    counted = dict.fromkeys(
+        ("init_consumed_samples", "prev_consumed_samples", "init_global_step", "if_first_step"), 0
+    )
+    return SimpleNamespace(**{"global_batch_size": 8, "rampup_batch_size": None, **counted, **options})
 
 
 def trainer_with(data_sampler: Any, epoch: int = 0, ready: int = 0, ended: bool = False) -> Any:
@@ -63,35 +62,30 @@ def told(run_dir: Path) -> list[str]:
 
 
 def test_nemos_sampler_goes_on_behind_the_steps_that_the_checkpoint_has(facts: Facts, run_dir: Path) -> None:
-    trainer = trainer_with(sampler())
-    _StoredPosition(trainer, facts).resume(104)
-    again = trainer.strategy.data_sampler
+    again = sampler()
+    _StoredPosition(trainer_with(again), facts).resume(104)
     assert (again.init_consumed_samples, again.prev_consumed_samples, again.init_global_step) == (32, 32, 104)
-    assert again.if_first_step == 1
-    assert told(run_dir) == []
+    assert (again.if_first_step, told(run_dir)) == (1, [])
 
 
 def test_a_data_module_that_keeps_its_position_is_let_be(facts: Facts, run_dir: Path) -> None:
-    trainer = trainer_with(sampler(init_consumed_samples=832))
-    _StoredPosition(trainer, facts).resume(104)
-    assert trainer.strategy.data_sampler.init_consumed_samples == 832
-    assert told(run_dir) == []
+    kept = sampler(init_consumed_samples=832)
+    _StoredPosition(trainer_with(kept), facts).resume(104)
+    assert (kept.init_consumed_samples, told(run_dir)) == (832, [])
 
 
 def test_a_training_that_starts_over_has_its_data_counted_from_there(facts: Facts) -> None:
-    _StoredPosition(trainer_with(sampler()), facts).resume(0)
-    trainer = trainer_with(sampler())
-    _StoredPosition(trainer, facts).resume(50)
-    assert trainer.strategy.data_sampler.init_consumed_samples == 400
+    again = sampler()
+    for begun, step in ((sampler(), 0), (again, 50)):
+        _StoredPosition(trainer_with(begun), facts).resume(step)
+    assert again.init_consumed_samples == 400
 
 
-@pytest.mark.parametrize("odd", [{"rampup_batch_size": [4, 4, 100]}, {"epoch": 1}])
+@pytest.mark.parametrize(("ramp", "epoch"), [([4, 4, 100], 0), (None, 1)])
 def test_where_the_position_does_not_follow_from_the_step_that_is_said(
-    facts: Facts, run_dir: Path, odd: dict[str, Any]
+    facts: Facts, run_dir: Path, ramp: list[int] | None, epoch: int
 ) -> None:
-    epoch = odd.pop("epoch", 0)
-    made = sampler()
-    vars(made).update(odd)
+    made = sampler(rampup_batch_size=ramp)
     _StoredPosition(trainer_with(made, epoch=epoch), facts).resume(104)
     assert made.init_consumed_samples == 0
     (reason,) = told(run_dir)
@@ -125,7 +119,7 @@ def test_a_successor_writes_on_in_the_same_folder(tmp_path: Path, monkeypatch: p
     _keep_loggers(before, facts, fit=2)
     assert facts.get("environment") == {"NEMO_EXPM_VERSION": "yesterday"}
     after = trainer_of(tmp_path)
-    _resume_loggers(after, facts, fit=2)
+    recoverable_strategy._resume_loggers(after, facts, fit=2)
     (logger,) = after.loggers
     assert logger.log_dir == before.loggers[0].log_dir
     logger.log_metrics({"loss": 2.0, "more": 1.0}, 3)
@@ -138,11 +132,6 @@ def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
     facts = Facts(None)
     _keep_loggers(trainer_of(tmp_path, rank=1), facts, 1)
     assert facts.get("loggers of fit 1") is None
-
-
-class Trainer:
-    training = True
-    current_epoch = 0
 
 
 @pytest.fixture
@@ -160,8 +149,8 @@ def loader() -> DataLoader[Any]:
 @pytest.mark.usefixtures("without_collector")
 def test_a_loader_whose_workers_are_seeded_is_freed_without_the_garbage_collector() -> None:
     """Collected as a part of a cycle, torch's iterator waits five seconds for each of its workers."""
-    made, trainer = loader(), Trainer()
-    _repeat_worker_draws(made, 1, trainer, 0)  # type: ignore[arg-type]
+    made, trainer = loader(), Mock(training=True, current_epoch=0)
+    recoverable_strategy._repeat_worker_draws(made, 1, trainer, 0)
     is_freed = weakref.ref(made)
     del made
     assert is_freed() is None

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +18,6 @@ from lightning.pytorch import callbacks as stock
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.integrations.lightning.frameworks import nemo
-from checkpointless.integrations.lightning.frameworks.nemo import cache_megatron_datasets
 from checkpointless.integrations.lightning.recoverable_strategy import _refuse_unfit
 
 pytestmark = pytest.mark.nemo
@@ -52,7 +52,8 @@ def test_the_averages_of_newer_versions_are_refused_too(monkeypatch: pytest.Monk
 def test_every_other_callback_of_lightnings_is_let_pass() -> None:
     others = [getattr(stock, name) for name in stock.__all__ if name not in UNFIT and name != "WeightAveraging"]
     assert len(others) > 10
-    _refuse_unfit([object.__new__(each) for each in others if not issubclass(each, _averages())])
+    averages = getattr(stock, "WeightAveraging", ())
+    _refuse_unfit([object.__new__(each) for each in others if not issubclass(each, averages)])
 
 
 def test_the_documented_table_has_every_callback_and_each_is_run_or_refused() -> None:
@@ -70,10 +71,6 @@ def test_the_documented_table_has_every_callback_and_each_is_run_or_refused() ->
     assert documented.keys() - refused - run == set()
 
 
-def _averages() -> Any:
-    return getattr(stock, "WeightAveraging", ())
-
-
 def test_the_log_files_of_a_trainer_are_closed_and_the_users_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,10 +78,8 @@ def test_the_log_files_of_a_trainer_are_closed_and_the_users_stay(
     from nemo.utils import logging as nemo_logging
     from nemo.utils.mcore_logger import add_handlers_to_mcore_logger
 
-    from checkpointless.integrations.lightning.frameworks import nemo as cleanup
-
-    monkeypatch.setattr(cleanup, "_installed", [])
-    monkeypatch.setattr(cleanup, "_of_the_user", set())
+    monkeypatch.setattr(nemo, "_installed", [])
+    monkeypatch.setattr(nemo, "_of_the_user", set())
     monkeypatch.setattr(nemo_logging, "_handlers", dict(nemo_logging._handlers))
     megatrons = logging.getLogger("megatron.core")
     lightnings = lightning_logger_patch.pl._logger
@@ -92,7 +87,7 @@ def test_the_log_files_of_a_trainer_are_closed_and_the_users_stay(
     before = {each: list(each.handlers) for each in (nemo_logging._logger, megatrons, lightnings)}
     try:
         nemo_logging.add_file_handler(tmp_path / "users.txt")
-        cleanup.install()
+        nemo.install()
         opened = []
         for generation in range(3):
             nemo_logging.add_file_handler(tmp_path / f"{generation}.txt")
@@ -102,14 +97,13 @@ def test_the_log_files_of_a_trainer_are_closed_and_the_users_stay(
             opened += [*lightning_logger_patch.HANDLERS.values()]
             opened += [nemo_logging._handlers["file"], nemo_logging._handlers["file_err"]]
             nemo_logging.warning("generation %d", generation)
-            cleanup._close_log_files()
+            nemo._close_log_files()
         nemo_logging.warning("and on")
         left = [each for logger in before for each in logger.handlers if isinstance(each, logging.FileHandler)]
         assert not set(left) & set(opened)
         assert [each.stream for each in opened] == [None] * 12, "closed"
         text = (tmp_path / "users.txt").read_text()
-        assert "generation 2" in text
-        assert "and on" in text
+        assert all(each in text for each in ("generation 2", "and on"))
         assert (tmp_path / "0-errors.txt").read_text().count("generation") == 1, "no later one writes there"
     finally:
         for logger, handlers in before.items():
@@ -129,17 +123,13 @@ class Tokenizer:
         self.vocab_size = 16
 
 
-class Call:
-    generation = 0
-
-
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    call = Call()
+def call(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    call = Mock(generation=0)
     monkeypatch.setattr(nemo, "active_call_wrapper", lambda: call)
     monkeypatch.setattr(nemo, "true_on_all", lambda mine: mine)
     monkeypatch.setattr(nemo, "emit_event", lambda *_, **__: None)
-    cache_megatron_datasets()
+    nemo.cache_megatron_datasets()
     yield call
     nemo._patches.undo()
 
@@ -148,25 +138,17 @@ def build(size: int = 8, tokenizer: Any = None, seed: int = 1) -> list[Any]:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 
+    switched_off = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
     config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=16,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        split="8,1,1",
-        tokenizer=tokenizer or Tokenizer(),
+        random_seed=seed, sequence_length=16, split="8,1,1", tokenizer=tokenizer or Tokenizer(), **switched_off
     )
     return BlendedMegatronDatasetBuilder(MockGPTDataset, [size, 2, 2], lambda: True, config).build()
 
 
-def test_equal_arguments_give_what_was_built_before_the_fault(call: Call) -> None:
+def test_equal_arguments_give_what_was_built_before_the_fault(call: Any) -> None:
     first = build()
-    call.generation = 1
-    again = build()
-    assert [id(each) for each in again] == [id(each) for each in first]
-    call.generation = 2
-    assert build()[0] is first[0]
+    for call.generation in (1, 2):
+        assert [id(each) for each in build()] == [id(each) for each in first]
 
 
 @pytest.mark.parametrize(
@@ -174,21 +156,21 @@ def test_equal_arguments_give_what_was_built_before_the_fault(call: Call) -> Non
     [{"size": 9}, {"seed": 2}, {"tokenizer": Tokenizer("b")}, {"tokenizer": Tokenizer(eod=4)}],
     ids=["size", "seed", "path", "eod"],
 )
-def test_other_arguments_are_built(call: Call, other: dict[str, Any]) -> None:
+def test_other_arguments_are_built(call: Any, other: dict[str, Any]) -> None:
     first = build()
     call.generation = 1
     assert build(**other)[0] is not first[0]
     assert build()[0] is first[0], "the entry before is kept, in whatever order the function builds"
 
 
-def test_all_build_if_one_rank_is_new(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_build_if_one_rank_is_new(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build()
     call.generation = 1
     monkeypatch.setattr(nemo, "true_on_all", lambda mine: False)
     assert build()[0] is not first[0]
 
 
-def test_a_tokenizer_that_says_nothing_of_itself_is_another_one(call: Call) -> None:
+def test_a_tokenizer_that_says_nothing_of_itself_is_another_one(call: Any) -> None:
     class Local(Tokenizer): ...
 
     first = build(tokenizer=(tokenizer := Local()))

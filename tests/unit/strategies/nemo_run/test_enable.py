@@ -1,6 +1,7 @@
 """Test which parts of NeMo's recipes are kept, changed or refused when they are switched on. Nothing is trained."""
 
 import copy
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,11 +79,8 @@ def test_a_published_recipe(published: Published, caplog: pytest.LogCaptureFixtu
     assert strategy.__fn_or_cls__ is CheckpointlessMegatronStrategy
     instances = {"num_distributed_optimizer_instances": str(published.replicas)}
     assert settings(strategy) == settings(before.trainer.strategy) | instances
-    assert {**settings(recipe.trainer), "strategy": "", "callbacks": ""} == {
-        **settings(before.trainer),
-        "strategy": "",
-        "callbacks": "",
-    }
+    changed = {"strategy": "", "callbacks": ""}
+    assert settings(recipe.trainer) | changed == settings(before.trainer) | changed
     given = callbacks(before) if getattr(before.trainer, "callbacks", None) else []
     assert callbacks(recipe) == [*given, CheckpointlessCallback]
     assert recipe.resume.__fn_or_cls__ is CheckpointlessAutoResume
@@ -102,14 +100,17 @@ def test_a_published_recipe(published: Published, caplog: pytest.LogCaptureFixtu
     assert repr(recipe) == repr(once)
 
 
+def recipe_in(call: Any) -> Any:
+    """Return what is trained with the wrapper whose limit is 30 seconds."""
+    assert (call.func, call.keywords["wrapper"].abort_timeout.total_seconds()) == (train, 30)
+    return call.keywords["recipe"]
+
+
 def test_nothing_is_built_before_the_block_is_entered() -> None:
     recipe = enable(a_recipe(), wrapper=run.Config(HPWrapper, abort_timeout=30.0))
-    call = fdl.build(recipe)
-    assert call.func is train
-    held = call.keywords["recipe"]
+    held = recipe_in(fdl.build(recipe))
     assert isinstance(held, _Unbuilt)
     assert held.recipe == recipe.plain()
-    assert call.keywords["wrapper"].abort_timeout.total_seconds() == 30
     recipe.trainer.max_steps = 3
     assert held.recipe.trainer.max_steps != 3, "what was built does not change any more"
 
@@ -123,9 +124,7 @@ def test_it_survives_the_way_that_nemo_run_sends_it() -> None:
     assert arrived == recipe
     diffing.build_diff(arrived, recipe)  # NeMo-Run does this before it gives a recipe to an executor
     call = fdl.build(fdl.cast(run.Partial, arrived))  # nemo_run.core.runners.fdl_runner does this
-    assert call.func is train
-    assert call.keywords["recipe"].recipe == recipe.plain()
-    assert call.keywords["wrapper"].abort_timeout.total_seconds() == 30
+    assert recipe_in(call).recipe == recipe.plain()
     assert "CheckpointlessMegatronStrategy" in YamlSerializer().serialize(recipe)
 
 
@@ -139,8 +138,7 @@ class Counted:
 
 
 class Seen(Callback):
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
 
 def count_calls(trainer: Any, model: Any = None, data: Any = None) -> tuple[int, bool, int]:
@@ -153,10 +151,8 @@ def count_calls(trainer: Any, model: Any = None, data: Any = None) -> tuple[int,
 def test_every_entry_makes_everything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counted, "made", 0)
     shared = run.Config(Counted, name="shared")
-    strategy = run.Config(nl.MegatronStrategy)
-    trainer = run.Config(
-        nl.Trainer, accelerator="cpu", devices=2, strategy=strategy, callbacks=[Seen()], logger=False
-    )
+    options = {"strategy": run.Config(nl.MegatronStrategy), "callbacks": [Seen()], "logger": False}
+    trainer = run.Config(nl.Trainer, accelerator="cpu", devices=2, **options)
     recipe = enable(run.Partial(count_calls, trainer=trainer, model=shared, data=shared))
     entered = HPWrapper(enabled=False)
     call = fdl.build(recipe)
@@ -166,13 +162,10 @@ def test_every_entry_makes_everything_anew(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_replicas() -> None:
-    recipe = enable(a_recipe(), replicas=4)
-    assert recipe.trainer.strategy.num_distributed_optimizer_instances == 4
-    assert enable(recipe).trainer.strategy.num_distributed_optimizer_instances == 4
-    assert enable(recipe, replicas=2).trainer.strategy.num_distributed_optimizer_instances == 2
-    asked = a_recipe()
+    recipe, asked = a_recipe(), a_recipe()
     asked.trainer.strategy.num_distributed_optimizer_instances = 8
-    assert enable(asked).trainer.strategy.num_distributed_optimizer_instances == 8
+    for given, replicas, instances in ((recipe, 4, 4), (recipe, None, 4), (recipe, 2, 2), (asked, None, 8)):
+        assert enable(given, replicas).trainer.strategy.num_distributed_optimizer_instances == instances
 
 
 def test_nvrx_callbacks_are_taken_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,19 +179,12 @@ def test_nvrx_callbacks_are_taken_out(caplog: pytest.LogCaptureFixture) -> None:
     ]
     enable(recipe)
     assert [each.__name__ for each in callbacks(recipe)] == ["TimingCallback", "CheckpointlessCallback"]
-    assert "StragglerDetectionCallback is taken out" in caplog.text
-    assert "FaultToleranceCallback is taken out" in caplog.text
+    for name in ("StragglerDetectionCallback", "FaultToleranceCallback"):
+        assert f"{name} is taken out" in caplog.text
 
 
 class OwnStrategy(nl.MegatronStrategy):
     """Stands in for a user's own strategy."""
-
-
-def change(recipe: Any, path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for name in parents:
-        recipe = getattr(recipe, name)
-    setattr(recipe, last, value)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +210,8 @@ def change(recipe: Any, path: str, value: Any) -> None:
 )
 def test_what_stands_against_it(path: str, value: Any, says: str | None) -> None:
     recipe = a_recipe()
-    change(recipe, path, value)
+    *parents, last = path.split(".")
+    setattr(functools.reduce(getattr, parents, recipe), last, value)
     before = repr(recipe)
     if says is None:
         enable(recipe)
