@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -24,11 +23,11 @@ import msgspec
 
 from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.launcher.agent.launch_config import import_environment
-from checkpointless.launcher.agent.ranks import preload as preloading
-from checkpointless.launcher.agent.ranks.preload import install_cpu_platform
-from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
+from checkpointless.launcher.agent.ranks.preload import install_cpu_platform, preload, preloads_of
+from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.launcher.agent.ranks.zygote import can_fork, zygote_env
 from checkpointless.observability.telemetry.wording import duration, plural
+from checkpointless.system.process_tree import die_with_parent
 
 TORCH_SIGN = "torch.cuda.is_initialized()"  # what torch knows, it says to forked children
 _INIT_SIGN = "cuInit"  # the driver has been asked for devices, and none of their memory is taken
@@ -165,17 +164,6 @@ class _Watch:
         return tuple((thread.name, by) for thread, by in self._threads.items() if by and thread.is_alive())
 
 
-class _Failures(logging.Handler):
-    """Keeps why modules could not be imported, in the words of what imports them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _main() -> None:
     """Import, fork once, and write down what was seen."""
     descriptor, parent, cpu, script, names = msgspec.convert(json.loads(sys.argv[1]), _Order)
@@ -185,21 +173,20 @@ def _main() -> None:
     def say(fields: _Trial | dict[str, str]) -> None:
         os.write(descriptor, (json.dumps(msgspec.to_builtins(fields)) + "\n").encode())
 
-    failures = _Failures()
-    preloading.logger.addHandler(failures)
+    failed: dict[str, str] = {}
     began_s = time.monotonic()
     if not names and script is not None:
-        names = preloading.preloads_of(script)
+        names = preloads_of(script)
     watch = _Watch()
     for number, name in enumerate(names, start=1):
         say({"importing": f"{name} ({number} of {len(names)})"})
-        preloading.preload((name,), script)
+        failed |= preload((name,), script)
         watch.look(name)
     if cpu:
         install_cpu_platform()
         watch.look("the CPU platform")
     seconds = time.monotonic() - began_s
-    trial = _Trial(names, tuple(failures.lines), *watch.cuda, can_fork(), watch.threads(), seconds)
+    trial = _Trial(names, tuple(failed.values()), *watch.cuda, can_fork(), watch.threads(), seconds)
     say(trial)
     os._exit(0)  # what was imported may take long to shut down
 

@@ -6,6 +6,7 @@ A process may leave its group, but not its ancestors: whoever has adopted orphan
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -24,6 +25,8 @@ from checkpointless.system import temp_folder
 
 logger = logging.getLogger(__name__)
 
+_PR_SET_PDEATHSIG = 1
+_ORPHAN_EXIT_CODE = 1
 _BUSY_SHARE = 0.2  # of one core; the idle threads of a framework use less
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -310,6 +313,15 @@ class ForkedProcess:
     def kill(self) -> None:
         """Kill the child if it still runs."""
         self.send(signal.SIGKILL)
+
+
+def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process the signal ``by`` when its parent ends, for whatever reason."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # the parent ended before the kernel was asked
+        os._exit(_ORPHAN_EXIT_CODE)
 
 
 def _disown_finalizers() -> None:

@@ -127,7 +127,8 @@ class Job:
         self, rank: int, code: int = -9, forgiven: bool = False, incarnation: int | None = None, **more: Any
     ) -> None:
         now = self.coordinator.ranks[rank].incarnation if incarnation is None else incarnation
-        self.tell(rank, RankEnded(rank, now, code, forgiven, 3, 4, f"rank-{rank}.log", ["its last line"], **more))
+        about = {"rank": rank, "incarnation": now, "committed": 3, "making": 4}
+        self.tell(rank, RankEnded(code, forgiven, f"rank-{rank}.log", ["its last line"], **about, **more))
 
     def returns(self) -> None:
         """Have the block of every rank return."""

@@ -21,7 +21,7 @@ from checkpointless.launcher.agent.node import NodeAgent
 from checkpointless.launcher.agent.ranks.output import Output
 from checkpointless.launcher.agent.ranks.preload import preloads_of
 from checkpointless.launcher.agent.ranks.process_keeper import LocalRank, ProcessKeeper
-from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent
+from checkpointless.launcher.agent.ranks.rank_process import Script
 from checkpointless.launcher.agent.ranks.zygote import ForkServer
 from checkpointless.launcher.coordinator.hosting import TICK_S, coordinate
 from checkpointless.launcher.coordinator.job import FAILED
@@ -46,7 +46,7 @@ from checkpointless.system.environment import (
     TORCH_SHOW_CPP_STACKTRACES_ENV,
     YES,
 )
-from checkpointless.system.process_tree import ForkedProcess
+from checkpointless.system.process_tree import ForkedProcess, die_with_parent
 from checkpointless.system.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
 from checkpointless.system.temp_folder import SHARED_MEMORY, private_folder
 

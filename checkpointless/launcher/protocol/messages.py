@@ -99,7 +99,7 @@ class RankPace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class _OfRank(Message, frozen=True, kw_only=True):
-    """What a rank says; its agent, which passes it on, adds which process says it and what its board shows."""
+    """What a rank says, or what becomes of it; its agent adds which process that is and what its board shows."""
 
     rank: Int = -1
     incarnation: Int = -1
@@ -269,15 +269,11 @@ class StoreOpened(Message, frozen=True, tag="store"):
     port: Int
 
 
-class RankEnded(Message, frozen=True, tag="ended"):
+class RankEnded(_OfRank, frozen=True, tag="ended"):
     """A rank's process has ended."""
 
-    rank: Int
-    incarnation: Int
     code: Int  # exit code of the process, or minus the number of the signal that killed it
     forgiven: bool  # whether the end of the process follows from what is known already
-    committed: Int
-    making: Int
     log_path: str
     last_lines: list[str]
     was_started: bool = True  # False if it was still held back because of its device

@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 STANDING = Standing(3, 1, 7, "a run", False, [])
 TROUBLE = trouble(3, CauseKind.EXCEPTION)
-ENDED = RankEnded(2, 0, -9, False, 7, 8, "rank-2.log", [])
+ENDED = RankEnded(-9, False, "rank-2.log", [], rank=2, incarnation=0, committed=7, making=8)
 
 
 class Coordinators:

@@ -184,7 +184,7 @@ def test_a_state_that_cannot_be_offered_stays() -> None:
     ("message", "why"),
     [
         (
-            RankEnded(2, 1, 7, False, -1, -1, "rank-2.log", []),
+            RankEnded(7, False, "rank-2.log", [], rank=2, incarnation=1),
             "rank 2 exited with code 7 on the spare; its log: rank-2.log",
         ),
         (DeviceBad(2, 1, "it is hot"), "a device of the spare must not be used: it is hot"),

@@ -337,7 +337,7 @@ def test_a_script_without_a_block_is_restarted_as_torchrun_does() -> None:
     job.tick(10_000)  # nobody has entered a block, so nobody is waited for there
     assert job.coordinator.job.phase is Phase.GATHERING
     for rank in job.ranks:
-        job.tell(rank, RankEnded(rank, 1, 0, False, -1, -1, "log", []))
+        job.tell(rank, RankEnded(0, False, "log", [], rank=rank, incarnation=1))
     assert job.outcome is not None
     assert job.outcome.code == 0
     again = Job(max_restarts=0).join_all()

@@ -9,14 +9,12 @@ generation if all ranks still have their writers; else it is repeated if the ran
 from __future__ import annotations
 
 import copy
-import ctypes
 import errno
 import functools
 import logging
 import multiprocessing
 import os
 import shutil
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -52,6 +50,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import EventLog
 from checkpointless.state.port import SnapshotPoint
 from checkpointless.system.patches import Patch, Patches
+from checkpointless.system.process_tree import die_with_parent
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
 # Megatron-core counts what its writers say. If one is killed, for example because the memory is used up, the rank
 # or the process that writes in the background waits for ever, and no later background save is finished.
 
-_PR_SET_PDEATHSIG = 1
 _ENDS_S = 5.0
 
 
@@ -111,7 +109,7 @@ def _said(writer: Any, receiver: Connection) -> Any:
 
 def _write(transforms: Sequence[Any], use_msc: bool, number: int, bucket: Any, sender: Connection) -> None:
     """Be a writer, which ends with the process that started it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent(os.getppid())
     # It stands for both queues that Megatron-core gives a writer, one of which counts what is done.
     report: Any = SimpleNamespace(put=sender.send, get=lambda: None, task_done=lambda: None)
     more = {"use_msc": True} if use_msc else {}

@@ -54,17 +54,17 @@ def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
     return tuple(sorted(name for name in wanted if name.partition(".")[0] in roots))
 
 
-def preload(names: tuple[str, ...], script: Script | None = None) -> list[str]:
-    """Import ``names``; return those that fail, which are logged and left to the script."""
-    failed = []
+def preload(names: tuple[str, ...], script: Script | None = None) -> dict[str, str]:
+    """Import ``names``; return those that fail, which are left to the script, each with a line that is logged."""
+    failed = {}
     beside = [] if script is None or script.module else [str(Path(script.target).resolve().parent)]
     sys.path[:0] = beside
     for name in names:
         try:
             pkgutil.resolve_name(name)
         except Exception as error:  # noqa: BLE001 - importing runs other people's code
-            logger.warning("preloading %s failed: %s: %s", name, type(error).__name__, error)
-            failed.append(name)
+            failed[name] = f"preloading {name} failed: {type(error).__name__}: {error}"
+            logger.warning(failed[name])
     for folder in beside:
         sys.path.remove(folder)
     return failed

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +31,7 @@ from checkpointless.system.process_tree import NOT_RUN, begin_by_shell, kill_beg
 from checkpointless.system.signals import ENDING, is_default
 
 logger = logging.getLogger(__name__)
+_About = TypeVar("_About", bound=messages.PassedOn | messages.RankEnded)
 
 
 class NodeJobState:
@@ -132,6 +134,12 @@ class LocalRank:
         if not data:
             raise EOFError
         return [messages.FROM_RANK.decode(line) for line in self._lines.feed(data)]
+
+    def signed(self, message: _About) -> _About:
+        """Return a message about this rank with which process it is and what its board shows."""
+        reading = self.board.read()
+        seen = {"committed": reading.committed, "making": reading.making}
+        return msgspec.structs.replace(message, rank=self.number, incarnation=self.incarnation, **seen)
 
     def begin(self, now_s: float) -> None:
         self.state = RankState.RUNNING
@@ -527,19 +535,10 @@ class ProcessKeeper:
         if self.is_discarding:
             self._join_when_empty()
             return
-        reading = rank.board.read()
-        rank.ended = messages.RankEnded(
-            rank.number,
-            rank.incarnation,
-            code,
-            rank.forgiven,
-            reading.committed,
-            reading.making,
-            str(rank.log.path),
-            [] if rank.is_shown else lines or [],
-            was_started,
-            rank.handed_over,
-        )
+        last = [] if rank.is_shown else lines or []
+        log = str(rank.log.path)
+        ended = messages.RankEnded(code, rank.forgiven, log, last, was_started, rank.handed_over)
+        rank.ended = rank.signed(ended)
         self._report(rank.ended)
 
     def _join_when_empty(self) -> None:
@@ -589,19 +588,19 @@ class _RankReports:
         elif isinstance(message, messages.Replace):
             self._on_replace(rank, message)
         elif isinstance(message, messages.Offered | messages.Answer):
-            self._pass_on(rank, message)
+            self._report(rank.signed(message))
         elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, messages.FaultReport):
             self._trouble(rank, message.cause)
         elif isinstance(message, messages.Inexact | messages.Paused):
-            self._pass_on(rank, message)
+            self._report(rank.signed(message))
         elif isinstance(message, messages.Barrier):
             rank.state = RankState.READY
-            self._pass_on(rank, message)
+            self._report(rank.signed(message))
         elif isinstance(message, messages.Done) and rank.state is RankState.RUNNING:
             rank.state = RankState.DONE
-            self._pass_on(rank, message)
+            self._report(rank.signed(message))
 
     def _on_hello(self, rank: LocalRank, message: messages.Hello) -> None:
         if rank.state not in (RankState.STARTING, RankState.FINISHED):
@@ -613,7 +612,7 @@ class _RankReports:
             self._job.emit(EventName.RESPAWN, "end", rank=rank.number, seconds=seconds, incarnation=incarnation)
         rank.said_hello = True
         rank.state = RankState.READY
-        self._pass_on(rank, message)
+        self._report(rank.signed(message))
 
     def _on_replace(self, rank: LocalRank, message: messages.Replace) -> None:
         rank.forgiven, rank.handed_over = True, message.handed_over
@@ -625,10 +624,4 @@ class _RankReports:
 
     def _trouble(self, rank: LocalRank, cause: Cause) -> None:
         report = messages.FaultReport(self._job.generation, msgspec.structs.replace(cause, rank=rank.number))
-        self._pass_on(rank, report)
-
-    def _pass_on(self, rank: LocalRank, message: messages.PassedOn) -> None:
-        """Report what a rank says, and with it which process says it and what its board shows."""
-        reading = rank.board.read()
-        seen = {"committed": reading.committed, "making": reading.making}
-        self._report(msgspec.structs.replace(message, rank=rank.number, incarnation=rank.incarnation, **seen))
+        self._report(rank.signed(report))

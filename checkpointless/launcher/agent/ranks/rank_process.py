@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import hashlib
 import io
@@ -37,9 +36,6 @@ from checkpointless.system.threads import abandoned, waited_for
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
-_ORPHAN_EXIT_CODE = 1
-
 
 @dataclass(frozen=True)
 class Script:
@@ -48,15 +44,6 @@ class Script:
     target: str
     args: tuple[str, ...] = ()
     module: bool = False
-
-
-def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process the signal ``by`` when its parent ends, for whatever reason."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # the parent ended before the kernel was asked
-        os._exit(_ORPHAN_EXIT_CODE)
 
 
 def _name_process(name: str) -> None:

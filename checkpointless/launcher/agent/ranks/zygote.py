@@ -28,7 +28,7 @@ from typing import NoReturn, TypeAlias
 import msgspec
 
 from checkpointless.launcher.agent.ranks.preload import PlatformError, install_cpu_platform, preload, prepare
-from checkpointless.launcher.agent.ranks.rank_process import Script, die_with_parent, run_script
+from checkpointless.launcher.agent.ranks.rank_process import Script, run_script
 from checkpointless.system import temp_folder
 from checkpointless.system.awake_clock import AwakeClock
 from checkpointless.system.environment import AGENT_FD_ENV, BOARD_FD_ENV, HANDOVER_ENV, RANK_ENV
@@ -36,6 +36,7 @@ from checkpointless.system.process_tree import (
     ForkedProcess,
     ProcessLook,
     ProcessTree,
+    die_with_parent,
     kill_descendants,
     wait_for_killed,
 )

@@ -132,7 +132,9 @@ class ModelAgent:
     def dies(self, number: int, code: int = -9) -> None:
         _, incarnation = self.ranks[number]
         self.ranks[number] = GONE, incarnation
-        ended = RankEnded(number, incarnation, code, False, self._committed, self._committed + 1, "rank.log", [])
+        about = {"rank": number, "incarnation": incarnation}
+        steps = {"committed": self._committed, "making": self._committed + 1}
+        ended = RankEnded(code, False, "rank.log", [], **about, **steps)
         self._ended[number] = ended
         self._say(ended)
 

@@ -120,7 +120,8 @@ def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
 def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
     job = Job()
     standing(job, 1, GONE, GONE, finished=True)
-    job.hear(job.coordinator.nodes[1], RankEnded(3, 1, 3, False, 7, 8, "rank-3.log", []))
+    ended = RankEnded(3, False, "rank-3.log", [], rank=3, incarnation=1, committed=7, making=8)
+    job.hear(job.coordinator.nodes[1], ended)
     standing(job, 0, DONE, DONE)
     assert job.last_word == "rank 3 exited with code 3"
 
@@ -307,7 +308,7 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
 def test_a_rank_that_failed_after_its_block_while_its_node_was_away_fails_the_job(job: Job) -> None:
     job.returns()
     goes_searching(job)
-    failed = RankEnded(2, 0, 1, False, 3, 4, "rank-2.log", ["it could not save"])
+    failed = RankEnded(1, False, "rank-2.log", ["it could not save"], rank=2, incarnation=0, committed=3, making=4)
     back(job, 1, GONE, RankState.FINISHED, before=failed, finished=True)
     assert job.last_word == "rank 2 exited with code 1; its log: rank-2.log"
 
