@@ -276,7 +276,7 @@ def _stage_table(report: Report) -> Table:
             f"{'█' * round(_BAR_WIDTH * of):<{_BAR_WIDTH}} {of:4.0%}",
             f"{stage.median_s:.3f}",
             f"{stage.longest_s:.3f}",
-            *(_in_seconds(incident.stages_s.get(stage.stage)) for incident in single),
+            *(f"{took:.3f}" if (took := each.stages_s.get(stage.stage)) is not None else "" for each in single),
         )
     return table
 
@@ -291,10 +291,6 @@ def _sources(incident: IncidentSummary) -> str:
 def _level(incident: IncidentSummary) -> str:
     whys = (wording.printable(why, _LONGEST_CAUSE) for why in incident.steps_up if why != incident.cause)
     return "; ".join((incident.rung.label, *whys))
-
-
-def _in_seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.3f}"
 
 
 def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) -> Table:

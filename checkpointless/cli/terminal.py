@@ -187,12 +187,6 @@ _GENERATIONS_KEPT = 2
 _INDENT = "  "
 
 
-def _failed_save_line(event: Event) -> str:
-    ranks = event.fields.get("ranks") or [event.rank]
-    where = f"{numbered('rank', ranks)}: {event.fields.get('reason')}"
-    return f"checkpoint {event.fields.get('path')} could not be saved ({where}); training goes on"
-
-
 @dataclass
 class _Generation:
     """What the ranks said about a generation; times are of the coordinator's clock (-1: of another node)."""
@@ -251,7 +245,8 @@ class _Narrator:
             self._world = int(event.fields.get("nproc", 0))
             self._importing_since_s, self._next_word_s = now_s, now_s + _IMPORTING_S
         elif event.stage == EventName.SAVE_FAILED:
-            yield _failed_save_line(event)
+            where = f"{numbered('rank', event.fields.get('ranks') or [event.rank])}: {event.fields.get('reason')}"
+            yield f"checkpoint {event.fields.get('path')} could not be saved ({where}); training goes on"
         elif event.stage == EventName.CORRUPTED and not event.fields.get("redone"):
             step = event.fields.get("step")
             yield f"rank {event.rank}: a check of step {step} was computed wrongly, not the step itself"

@@ -181,7 +181,8 @@ class _Drawn:
             return self._bitflip()
         if kind in NODES:
             return self._node(kind)
-        phase = dice.choice(self._scope.known(_sorted(kind.phases - SETUP_PHASES)))
+        in_steps = [phase for phase in FaultPhase if phase in kind.phases - SETUP_PHASES]
+        phase = dice.choice(self._scope.known(in_steps))
         more = ",seconds=1" if kind is FaultKind.SLOW else ""
         if kind is FaultKind.DATALOADER:
             more = f",how={dice.choice(('raise', 'kill'))}"
@@ -277,10 +278,6 @@ def _after(kind: FaultKind) -> _Outcome:
 
 def _spec(kind: FaultKind, phase: FaultPhase, rank: int, step: int) -> str:
     return f"{kind.value}@{phase.value}:rank={rank},step={step}"
-
-
-def _sorted(phases: frozenset[FaultPhase]) -> Sequence[FaultPhase]:
-    return [phase for phase in FaultPhase if phase in phases]
 
 
 def _ranks(ranks: Sequence[int] | frozenset[int]) -> str:

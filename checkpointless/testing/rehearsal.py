@@ -74,7 +74,8 @@ def _course_of(recording: Recording, steps: int) -> _Course:
     last = min(max(record.step for record in records), first + steps - 1)
     rank = min(recording)
     epochs = {record.step: record.epoch for record in recording[rank] if record.epoch is not None}
-    epoch_ends = [step for step in range(first, last) if _changes(epochs, step)]
+    known = [step for step in range(first, last) if {step, step + 1} <= epochs.keys()]
+    epoch_ends = [step for step in known if epochs[step] != epochs[step + 1]]
     validated = {each.step for each in recording.validations.get(rank, ())}
     validated |= {record.step - 1 for record in recording[rank] if record.validated}
     return _Course(
@@ -85,11 +86,6 @@ def _course_of(recording: Recording, steps: int) -> _Course:
         validations=tuple(sorted(step for step in validated if first <= step < last)),
         is_lightning=any(record.callbacks is not None for record in records),
     )
-
-
-def _changes(epochs: dict[int, int], step: int) -> bool:
-    before, after = epochs.get(step), epochs.get(step + 1)
-    return before is not None and after is not None and before != after
 
 
 def _draw(course: _Course, count: int, seed: int) -> list[_Trial]:
@@ -107,14 +103,10 @@ def _draw(course: _Course, count: int, seed: int) -> list[_Trial]:
     for number in range(count):
         after, steps = special.get(number, ("", []))
         kind, rank, phase = _KINDS[number % len(_KINDS)], next(ranks), next(phases)
-        step = dice.choice(steps) if steps else _any_step(dice, usable)
+        # Else in the later two thirds: what a job has gathered by then is lost if it is not restored.
+        step = dice.choice(steps or usable[len(usable) // 3 :])
         trials.append(_Trial(str(FaultSpec(kind, phase, rank, step)), after if steps else ""))
     return trials
-
-
-def _any_step(dice: random.Random, usable: Sequence[int]) -> int:
-    """Return a step, from the later two thirds: what a job has gathered by then is lost if it is not restored."""
-    return dice.choice(usable[len(usable) // 3 :])
 
 
 def _dealt(dice: random.Random, items: Sequence[_Item]) -> Iterator[_Item]:

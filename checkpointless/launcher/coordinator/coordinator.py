@@ -289,7 +289,7 @@ class Coordinator:
         )
         self._takeover = _Takeover(job, self.membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
-        self._stragglers = Stragglers(job, self._leave_slow)
+        self._stragglers = Stragglers(job, self.moves.ask)
         self._wrong: Counter[int] = Counter()  # how often a rank has computed gradients wrongly on its node
         self._suspects: set[int] = set()
 
@@ -338,10 +338,6 @@ class Coordinator:
                 self._hangs.hear(node, message)
             case _:
                 self._on_rank(self.job.rank_of(message.rank, node), message)
-
-    def _leave_slow(self, node: int, why: str) -> None:
-        if self.job.config.move_stragglers:
-            self.moves.ask(node, why, lambda news: None)
 
     def _leave_wrong(self) -> None:
         """Have the node of a rank moved that has computed gradients wrongly twice, unless the job recovers."""

@@ -386,7 +386,9 @@ class Regrouping:
     def _begin(self) -> None:
         job = self._job
         self._notify()
-        self._look_back()
+        newest = max(rank.committed for rank in job.ranks)
+        self.resumed_at(newest)
+        job.target = max(newest + 1, _FIRST_STEP, *(rank.making for rank in job.ranks))
         self._began_over = job.high_water
         oldest = min(rank.committed for rank in self._job.ranks)
         incident, decision = self._incidents.open, self._incidents.gathered(job.high_water, oldest)
@@ -409,13 +411,6 @@ class Regrouping:
         steps = job.high_water, job.target, job.origin
         job.tell_nodes(messages.Go(job.generation, incident_id, env, *steps, sources))
         self._incidents.emit(EventName.GO, "point", high_water=job.high_water)
-
-    def _look_back(self) -> None:
-        """Determine which step was committed last and which one is next, since all boards have been read."""
-        newest = max(rank.committed for rank in self._job.ranks)
-        self.resumed_at(newest)
-        making = max(rank.making for rank in self._job.ranks)
-        self._job.target = max(making, newest + 1, _FIRST_STEP)
 
     def began_after(self, step: int) -> None:
         """Note that the training of this generation began after ``step``; steps may have been made since."""

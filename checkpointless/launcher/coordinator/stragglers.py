@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from checkpointless.launcher.coordinator.job import Job, Node, Phase
 from checkpointless.launcher.protocol.board import NO_STEP
-from checkpointless.launcher.protocol.messages import Paces, RankPace
+from checkpointless.launcher.protocol.messages import MoveNews, Paces, RankPace
 from checkpointless.observability.telemetry.event_names import EventName
 
 _LEAST = 8  # steps that are known of a rank before it is compared
@@ -113,7 +113,7 @@ class _Rule:
 class Stragglers:
     """Reports slow ranks, each once until it is as fast as others again, or the generation is over.
 
-    ``leave`` is called with each node that a slow rank is on, and the reason.
+    ``leave`` is asked to move each node that a slow rank is on, if that is asked for.
 
     How much work the comparison is depends on how many ranks there are, not on how many messages: it is done every
     :attr:`EVERY_S` at most if there are :attr:`MANY` ranks or more, and more often if there are few.
@@ -121,7 +121,7 @@ class Stragglers:
 
     EVERY_S, MANY = 5.0, 1000
 
-    def __init__(self, job: Job, leave: Callable[[int, str], None]) -> None:
+    def __init__(self, job: Job, leave: Callable[[int, str, Callable[[MoveNews], None]], None]) -> None:
         self._job, self._leave = job, leave
         self._rule = _Rule()
         self._generation = NO_STEP
@@ -157,8 +157,8 @@ class Stragglers:
             about: dict[str, Any] = {"why": why, "own_s": own_s, "usual_s": usual_s, "step": job.high_water}
             job.incidents.emit(EventName.STRAGGLER, "begin", rank=each.rank, on_node=index, **about)
             job.say(each.line(index))
-        for index, why in on_nodes.items():
-            self._leave(index, why)
+        for index, why in on_nodes.items() if job.config.move_stragglers else ():
+            self._leave(index, why, lambda news: None)
         self._are_over(over)
 
     def _are_over(self, ranks: Iterable[int]) -> None:

@@ -109,8 +109,7 @@ class _StatusHandler(BaseHTTPRequestHandler):
         else:
             self._send(page)
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    do_HEAD = do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer with the status code's standard phrase, so that nothing of the request is sent back."""

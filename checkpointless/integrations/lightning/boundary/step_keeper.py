@@ -84,10 +84,14 @@ _SAVE_HOOK = "on_save_checkpoint"
 
 def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
     """Take what Lightning and NeMo's sampler have, but tensors and an epoch's sums; return what makes it."""
-    settings = _take_settings(trainer)
+    settings = {**dict(zip((*_READ, *_MADE), _read(trainer))), _VALIDATES: vars(trainer).get(_VALIDATES)}
     checkpoint, stop, metrics = _take_checkpoint(trainer), bool(trainer.should_stop), _take_metrics(trainer)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    savers = _take_savers([each for each in callbacks if isinstance(each, Checkpoint)])
+    savers = [
+        {name: state_tree.copy(getattr(each, name)) for name in _SAVER if hasattr(each, name)}
+        for each in callbacks
+        if isinstance(each, Checkpoint)
+    ]
     sampler = _take_sampler(megatron_sampler(trainer), getattr(trainer, "datamodule", None))
     return lambda: {
         "checkpoint": checkpoint,
@@ -222,11 +226,6 @@ def _take_metrics(trainer: Any) -> Callable[[], dict[str, Any]]:
     return make
 
 
-def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
-    for name, values in state.items():
-        setattr(trainer._logger_connector, name, dict(values))
-
-
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _read_metrics = operator.attrgetter(*_METRICS)
 
@@ -245,19 +244,6 @@ _SAVER = (
     "kth_value",
     "current_score",
 )
-
-
-def _take_savers(savers: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {name: state_tree.copy(getattr(each, name)) for name in _SAVER if hasattr(each, name)} for each in savers
-    ]
-
-
-def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
-    savers = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]
-    for saver, state in zip(savers, states):
-        for name, value in state.items():
-            setattr(saver, name, state_tree.copy(value))
 
 
 #: The trainer's plain settings that hooks may change in the middle; they are put back where hooks at the start have
@@ -289,12 +275,8 @@ _read: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*_READ, *_MADE)
 state_tree.register_plain_type(GradClipAlgorithmType)
 
 
-def _take_settings(trainer: pl.Trainer) -> dict[str, Any]:
-    return {**dict(zip((*_READ, *_MADE), _read(trainer))), _VALIDATES: vars(trainer).get(_VALIDATES)}
-
-
 def _put_settings(trainer: pl.Trainer, state: Mapping[str, Any], names: Iterable[str] | None = None) -> None:
-    """Put back what :func:`take_settings` made: those of ``names``, or all but what the training loader sets."""
+    """Put back what :func:`take_state` made: those of ``names``, or all but what the training loader sets."""
     for name in _READ if names is None else names:
         path, _, last = name.rpartition(".")
         owner = operator.attrgetter(path)(trainer) if path else trainer
@@ -373,8 +355,12 @@ ACCUMULATED = "accumulated"
 def _put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
     """Put back what :func:`take_state` made of them, and what was accumulated, but not the settings."""
     trainer.should_stop = states["stop"]
-    _put_metrics(trainer, states["metrics"])
-    _put_savers(trainer, states["savers"])
+    for name, values in states["metrics"].items():
+        setattr(trainer._logger_connector, name, dict(values))
+    savers = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
+    for saver, state in zip(savers, states["savers"]):
+        for name, value in state.items():
+            setattr(saver, name, state_tree.copy(value))
     Accumulated.put(trainer, states[ACCUMULATED])
 
 
