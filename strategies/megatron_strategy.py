@@ -676,7 +676,7 @@ class _WarmStart:
             yield
             return
         counted: Any = peft.model_transform
-        peft.model_transform = _leave_as_it_is
+        peft.model_transform = lambda model: None  # they are in place
         try:
             with kept.in_place_of_new(self._everywhere):
                 yield
@@ -777,7 +777,3 @@ def _saved(strategy: Any) -> Collection[str]:
     """Return the names of the parameters that are saved as adapters, which are in place but not wrapped yet."""
     callbacks = strategy.lightning_module.trainer.callbacks
     return next((each.params_to_save for each in callbacks if isinstance(each, PEFT)), ())
-
-
-def _leave_as_it_is(model: object) -> None:
-    """Stand in for what adds adapters, where they are in place."""

@@ -169,7 +169,6 @@ def launch_job(
     config = _configured(options, program, more or {})
     run_dir = config.run_dir
     _announce(config)
-    _say_worst(config)
     with Terminal(say, run_dir, config.node_rank, config.logs) as terminal:
         status = launch(config, terminal.say)
     if config.node_rank == 0 and (last := terminal.closing_line(status)):
@@ -210,15 +209,10 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
     return replace(config, run_dir=new_run_dir(options.run_dir, program.job, shared=not config.is_alone))
 
 
-def _say_worst(config: LaunchConfig) -> None:
+def _announce(config: LaunchConfig) -> None:
     from checkpointless.doctor.findings import worst_first
     from checkpointless.doctor.node import quick
 
-    for each in worst_first(quick(config.nproc_per_node, config.cpu, os.environ))[:_WORST]:
-        say(f"{each.headline} (all findings: checkpointless doctor)")
-
-
-def _announce(config: LaunchConfig) -> None:
     where = "" if config.is_alone else f" on node {config.node_rank} of {config.nnodes}"
     ranks = plural(config.nproc_per_node, "rank")
     say(f"{ranks} of {config.job}{where}; events in {config.run_dir}")
@@ -226,3 +220,5 @@ def _announce(config: LaunchConfig) -> None:
         say("each step is recorded for `checkpointless verify`: one pass over the model each")
     if config.faults:
         say(f"faults will be injected: {' '.join(config.faults)}")
+    for each in worst_first(quick(config.nproc_per_node, config.cpu, os.environ))[:_WORST]:
+        say(f"{each.headline} (all findings: checkpointless doctor)")

@@ -19,6 +19,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -125,24 +126,24 @@ def _refusal(trainer: Trainer) -> str | None:
     return next((reason for is_refused, reason in refused if is_refused), None)
 
 
+@dataclass
 class _Attributes:
     """Plain attributes of an object that training changes; those of a script's class are named if not kept."""
 
-    def __init__(self, name: str, target: Callable[[], Any], *, is_script: bool = False, leave: str = "") -> None:
-        self.name = name
-        self._target = target
-        self._is_script = is_script
-        self._leave = leave
+    name: str
+    target: Callable[[], Any]
+    is_script: bool = False
+    leave: str = ""
 
     def values(self) -> Mapping[str, Any]:
         return {
             name: value
-            for name, value in vars(self._target()).items()
-            if name != self._leave and (self._is_script or isinstance(value, (*_PLAIN, dict)))
+            for name, value in vars(self.target()).items()
+            if name != self.leave and (self.is_script or isinstance(value, (*_PLAIN, dict)))
         }
 
     def put(self, values: Mapping[str, Any]) -> None:
-        target = self._target()
+        target = self.target()
         for name, value in values.items():
             setattr(target, name, put_value(getattr(target, name, None), value))
 

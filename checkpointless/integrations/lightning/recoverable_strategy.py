@@ -342,6 +342,7 @@ class _RecoverableFit:
         self._trainer = trainer
         self._call = call
         self._data = data
+        self.epoch_begins = data.begin_epoch
         self._worker_seed = worker_seed
         self._stored = _StoredPosition(trainer, call.facts)
         self.keeper: StepKeeper | None = None  # a PEFT run has neither adapters nor an optimizer at first
@@ -389,9 +390,6 @@ class _RecoverableFit:
         """Announce that a batch is asked for, unless what fetches batches in the step does so itself."""
         if self._announces_data and self.replayed is None:
             self._call.enter_phase("data", job_step(self._trainer) + 1)
-
-    def epoch_begins(self) -> None:
-        self._data.begin_epoch()
 
     def data_is_set_up(self, loaders: Sequence[Any]) -> None:
         """Refuse several training loaders, which could not be brought back to where they stood."""

@@ -155,13 +155,11 @@ class GradientCheck:
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
         seen = _Seen()
-        trained = [(name, each) for name, each in self._parameters.values() if each.requires_grad]
-        hooks = [each.register_hook(functools.partial(seen.take, name)) for name, each in trained]
-        try:
+        with ExitStack() as hooks:
+            for name, each in self._parameters.values():
+                if each.requires_grad:
+                    hooks.enter_context(each.register_hook(functools.partial(seen.take, name)))
             yield seen
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def _announced(self, step: int) -> Iterator[None]:
@@ -174,13 +172,11 @@ class GradientCheck:
         layers = [part for part in parts if any(map(_is_trained, part.parameters(recurse=False)))]
         output = _Damage(self._call, "activation", step, _largest)
         gradient = _Damage(self._call, "gradient", step, torch.Tensor.contiguous)
-        hooks = [layer.register_forward_hook(output.of_layer) for layer in layers[step % len(layers) :]]
-        hooks.append(trained[step % len(trained)].register_hook(gradient.of_tensor))
-        try:
+        with ExitStack() as hooks:
+            for layer in layers[step % len(layers) :]:
+                hooks.enter_context(layer.register_forward_hook(output.of_layer))
+            hooks.enter_context(trained[step % len(trained)].register_hook(gradient.of_tensor))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class _Damage:

@@ -499,7 +499,8 @@ class _Undeclared:
         if self._looks == 1:
             self._found = {name for name, value in variables.items() if self._is_candidate(value)}
             for name, value in variables.items():
-                if hasattr(type(value), "__next__") and not has_state(value) and not _is_written_to(value):
+                is_log = isinstance(value, io.IOBase) and not value.closed and value.writable()  # an iterator, too
+                if hasattr(type(value), "__next__") and not has_state(value) and not is_log:
                     self._warn(name, _ITERATOR, name)
             return
         now = {
@@ -545,11 +546,6 @@ def _variables_of(frame: FrameType) -> dict[str, Any]:
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(variables, dict):
         variables.clear()  # Python 3.12 and older keep this copy, and what it refers to, until the frame ends
     return found
-
-
-def _is_written_to(value: object) -> bool:
-    """Return whether a value is an open file that takes lines, such as a log, although files are iterators."""
-    return isinstance(value, io.IOBase) and not value.closed and value.writable()
 
 
 def _shortened(value: Any, known: Set[int], depth: int = 0) -> Any:

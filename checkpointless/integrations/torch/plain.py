@@ -214,12 +214,12 @@ def _leave_out_overflows(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 def _without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:
     """Return the class of an optimizer with a torch scheduler not in ``schedulers`` (plateaus leave no mark)."""
-    known = [_optimizer_of(scheduler) for scheduler in schedulers]
+    known = [getattr(_inner(scheduler), "optimizer", None) for scheduler in schedulers]
     if any(optimizer is None for optimizer in known):
         return None  # of a kind that does not say whose it is
     for optimizer in map(_unwrapped, optimizers):
         is_scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-        if is_scheduled and not any(optimizer is each for each in known):
+        if is_scheduled and not any(optimizer is _unwrapped(each) for each in known):
             return type(optimizer).__name__
     return None
 
@@ -231,11 +231,6 @@ def _plateaus(schedulers: Iterable[Any]) -> list[ReduceLROnPlateau]:
 
 def _inner(scheduler: Any) -> Any:
     return getattr(scheduler, "scheduler", scheduler)  # Accelerate's wrapper
-
-
-def _optimizer_of(scheduler: Any) -> Any:
-    optimizer = getattr(_inner(scheduler), "optimizer", None)
-    return None if optimizer is None else _unwrapped(optimizer)
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -257,21 +257,18 @@ class AgentClient(RankClient):
         except OSError:
             logger.debug("the connection to the agent was closed already")
 
-    def _forget_after_fork(self) -> None:
-        """Close a forked child's copy of the parent's connection, which would hide the parent's death."""
-        self._connection.close()
-        self._lost = "this process was forked by the rank"
-
 
 _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 _of_this_process: AgentClient | None = None
 
 
 def _forget_clients() -> None:
+    """Close a forked child's copies of the parent's connections, which would hide the parent's death."""
     global _of_this_process
     _of_this_process = None
     for client in list(_clients):
-        client._forget_after_fork()
+        client._connection.close()
+        client._lost = "this process was forked by the rank"
     _clients.clear()
 
 

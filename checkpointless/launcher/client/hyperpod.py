@@ -240,9 +240,7 @@ class HyperPodClient(StoreClient):
     def _regroup(self) -> None:
         while not self._stopped.is_set():
             env, left = self._wait_start(), self._starting
-            generation, rank, world_size = (
-                int(env[name]) for name in (JOB_RESTART_COUNT_ENV, RANK_ENV, WORLD_SIZE_ENV)
-            )
+            generation, rank, world_size = (int(env[name]) for name in _OF_A_START)
             if generation <= left:
                 raise RuntimeError(f"a start with JOB_RESTART_COUNT={generation} came after generation {left}")
             if self._entered is not None and (rank, world_size) != (self.rank, self._world_size):

@@ -9,12 +9,7 @@ from typing import Any
 from checkpointless.launcher.coordinator.job import FAILED, NOT_YET, Job, Node, Phase, Rank
 from checkpointless.launcher.coordinator.regrouping import Processes, Regrouping
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
-from checkpointless.launcher.protocol.messages import (
-    Command,
-    DeviceBad,
-    End,
-    RankState,
-)
+from checkpointless.launcher.protocol.messages import Command, DeviceBad, End, RankState
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 
 logger = logging.getLogger(__name__)

@@ -206,7 +206,7 @@ def _hang_up(client: socket.socket) -> None:
         client.shutdown(socket.SHUT_RDWR)
 
 
-class HttpStatus:
+class HttpStatus(contextlib.AbstractContextManager["HttpStatus"]):
     """Serves a watch's snapshots from :meth:`open` until :meth:`close`, or in a ``with`` block."""
 
     def __init__(self, host: str, port: int, watch: _Watched) -> None:
@@ -214,9 +214,6 @@ class HttpStatus:
         self._where = (host, port)
         self._server: _StatusServer | None = None
         self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> HttpStatus:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

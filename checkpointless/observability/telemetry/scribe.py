@@ -211,15 +211,10 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 PACKAGE = "checkpointless"
 
 
-def _asked_for_level() -> int | None:
-    """Return the :mod:`logging` level that ``--log-level`` sets for this process; None without the option."""
-    return LEVELS.get(os.environ.get(LOG_LEVEL_ENV, ""))
-
-
 def apply_log_level() -> None:
     """Write the package's messages in this process to standard error, if a level was asked for; without a relay."""
     _uninstall_relays()
-    level = _asked_for_level()
+    level = LEVELS.get(os.environ.get(LOG_LEVEL_ENV, ""))
     if level is None:
         return
     package = logging.getLogger(PACKAGE)
