@@ -123,12 +123,10 @@ class Job:
     def raises(self, rank: int, kind: CauseKind = CauseKind.EXCEPTION, **more: Any) -> None:
         self.tell(rank, trouble(rank, kind, **{"generation": self.coordinator.job.generation, **more}))
 
-    def ends(
-        self, rank: int, code: int = -9, forgiven: bool = False, incarnation: int | None = None, **more: Any
-    ) -> None:
-        now = self.coordinator.ranks[rank].incarnation if incarnation is None else incarnation
-        about = {"rank": rank, "incarnation": now, "committed": 3, "making": 4}
-        self.tell(rank, RankEnded(code, forgiven, f"rank-{rank}.log", ["its last line"], **about, **more))
+    def ends(self, rank: int, code: int = -9, forgiven: bool = False, **more: Any) -> None:
+        now = self.coordinator.ranks[rank].incarnation
+        about = {"rank": rank, "incarnation": now, "committed": 3, "making": 4} | more
+        self.tell(rank, RankEnded(code, forgiven, f"rank-{rank}.log", ["its last line"], **about))
 
     def returns(self) -> None:
         """Have the block of every rank return."""

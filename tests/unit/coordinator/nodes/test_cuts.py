@@ -134,8 +134,7 @@ class ModelAgent:
         self.ranks[number] = GONE, incarnation
         about = {"rank": number, "incarnation": incarnation}
         steps = {"committed": self._committed, "making": self._committed + 1}
-        ended = RankEnded(code, False, "rank.log", [], **about, **steps)
-        self._ended[number] = ended
+        self._ended[number] = ended = RankEnded(code, False, "rank.log", [], **about, **steps)
         self._say(ended)
 
     def _say(self, message: NodeMessage) -> None:

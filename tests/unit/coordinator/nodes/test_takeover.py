@@ -120,8 +120,7 @@ def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
 def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
     job = Job()
     standing(job, 1, GONE, GONE, finished=True)
-    ended = RankEnded(3, False, "rank-3.log", [], rank=3, incarnation=1, committed=7, making=8)
-    job.hear(job.coordinator.nodes[1], ended)
+    job.hear(job.coordinator.nodes[1], RankEnded(3, False, "rank-3.log", [], rank=3, incarnation=1))
     standing(job, 0, DONE, DONE)
     assert job.last_word == "rank 3 exited with code 3"
 
