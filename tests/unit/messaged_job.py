@@ -16,12 +16,14 @@ from checkpointless.launcher.protocol.messages import (
     Done,
     End,
     FaultReport,
+    Go,
     Hello,
     Joined,
     NodeMessage,
     OpenStore,
     Progress,
     RankEnded,
+    Spawn,
     StoreOpened,
 )
 from checkpointless.observability.telemetry.events import EventLog
@@ -40,32 +42,17 @@ class Job:
         later_s: how much later it is for the coordinator than for the test.
     """
 
-    def __init__(
-        self,
-        nnodes: int = 2,
-        *,
-        events: Path | None = None,
-        heartbeat_timeout_s: float | None = HEARTBEAT_S,
-        **config: Any,
-    ) -> None:
+    def __init__(self, nnodes: int = 2, *, events: Path | None = None, **more: Any) -> None:
         self.said: list[str] = []
         self.sent: list[tuple[Node | None, Command]] = []
         self.stores: list[tuple[int, int]] = []
         self.opens = True
         self.later_s = 0.0
         self._to_open: list[tuple[Node, OpenStore]] = []
-        self.coordinator = Coordinator(
-            JobConfig(
-                nproc_per_node=NPROC,
-                nnodes=nnodes,
-                heartbeat_timeout_s=heartbeat_timeout_s,
-                regroup_timeout_s=REGROUP_S,
-                **config,
-            ),
-            events=EventLog(events, node=0),
-            say=self.said.append,
-            clock=self.now_s,
-        )
+        limits: dict[str, Any] = {"heartbeat_timeout_s": HEARTBEAT_S, "regroup_timeout_s": REGROUP_S}
+        config = JobConfig(nproc_per_node=NPROC, nnodes=nnodes, **limits | more)
+        log = EventLog(events, node=0)
+        self.coordinator = Coordinator(config, events=log, say=self.said.append, clock=self.now_s)
         self.ranks = range(nnodes * NPROC)
 
     def admit(self, index: int, nproc: int = NPROC) -> Node:
@@ -95,6 +82,10 @@ class Job:
             if not node.lost:
                 generation = command.generation
                 self.coordinator.hear(node, StoreOpened(generation, f"10.0.0.{node.index}", 5000 + generation))
+
+    def opens_again(self) -> None:
+        self.opens = True
+        self.open_stores()
 
     def join(self, index: int) -> Node:
         node = self.admit(index)
@@ -143,6 +134,14 @@ class Job:
         """Return the commands of one kind that were sent since they were last forgotten, and the node of each."""
         found = ((node, command) for node, command in self.sent if isinstance(command, kind))
         return [(-1 if node is None else node.index, command) for node, command in found]
+
+    def started(self) -> list[tuple[int, int]]:
+        """Return rank and incarnation of the processes that were asked for since then."""
+        return [(spawn.rank, spawn.incarnation) for _, spawn in self.take(Spawn)]
+
+    def begun(self) -> list[int]:
+        """Return the generations that nodes were told of since then to have begun."""
+        return [begin.generation for _, begin in self.take(Go)]
 
     def now_s(self) -> float:
         return time.monotonic() + self.later_s

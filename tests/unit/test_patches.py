@@ -27,8 +27,7 @@ def test_what_is_undone_is_what_was_there_whether_inherited_missing_or_the_targe
     made = Patches()
     made.make([patch(Derived, name, name) for name in ("name", "size", "no_such")])
     assert made.are_made
-    assert (Derived.name, Derived.size) == ("name", "size")
-    assert vars(Derived)["no_such"] == "no_such"
+    assert (Derived.name, Derived.size, vars(Derived)["no_such"]) == ("name", "size", "no_such")
     made.undo()
     assert not made.are_made
     assert dict(vars(Derived)) == before

@@ -111,8 +111,7 @@ def test_what_went_wrong_meanwhile_is_told_before_the_standing_and_a_spare_keeps
     scene.link.report(ENDED)  # the agent tells it again
     scene.link.report(Progress(7, 7, 8, 0))
     scene.until(lambda: scene.coordinators.heard)
-    assert scene.coordinators.heard == [TROUBLE, ENDED, STANDING]
-    assert scene.coordinators.numbers == [-1, 1]
+    assert (scene.coordinators.heard, scene.coordinators.numbers) == ([TROUBLE, ENDED, STANDING], [-1, 1])
     assert scene.said[-1] == "the coordinator at node0:29400 is back"
 
 

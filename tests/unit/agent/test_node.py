@@ -329,8 +329,7 @@ def test_a_process_that_is_to_be_started_again_is_left_alone(node: CommandedNode
     node.tick()
     assert (node.starter.signals, node.agent.ranks[1].state) == ([], RankState.STARTING)
     node.ends(1)
-    assert [message.type for message in node.said] == ["ended"]
-    assert node.agent.ranks[1].state is RankState.GONE
+    assert ([message.type for message in node.said], node.agent.ranks[1].state) == (["ended"], RankState.GONE)
 
 
 def test_a_process_whose_successor_is_to_be_started_is_killed_first(node: CommandedNode) -> None:
@@ -352,8 +351,7 @@ def test_a_successor_is_forgotten_with_the_processes_that_are_discarded(node: Co
     node.ends(0)
     node.ends(1)
     node.tick()
-    assert node.agent.alive() == []
-    assert node.said[-1] == Joined()
+    assert (node.agent.alive(), node.said[-1]) == ([], Joined())
 
 
 class Rank:

@@ -52,8 +52,7 @@ def test_a_command_that_hangs_is_killed_and_named_once(polled: list[Polled]) -> 
         hangs.look(node._NOTICE_AGAIN_S)
         hangs.look(node._NOTICE_LIMIT_S + 1)
         hangs.ends()
-    assert hangs.came == 0
-    assert hangs.said == ["the notice command is killed, since it was not over within 30 s"]
+    assert (hangs.came, hangs.said) == (0, ["the notice command is killed, since it was not over within 30 s"])
 
 
 def test_a_program_on_a_stalled_file_system_holds_up_nobody(polled: list[Polled], stalled: Path) -> None:
@@ -61,6 +60,5 @@ def test_a_program_on_a_stalled_file_system_holds_up_nobody(polled: list[Polled]
     polled.append(held)
     held.look()
     held.look(node._NOTICE_LIMIT_S + 1)
-    assert held.said == ["the notice command is killed, since it was not over within 30 s"]
-    assert held.came == 0
+    assert (held.said, held.came) == (["the notice command is killed, since it was not over within 30 s"], 0)
     held.ends()

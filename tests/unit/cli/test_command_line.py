@@ -154,8 +154,7 @@ def test_a_node_can_be_lost_in_a_job_of_several(
     assert main([command, *several, *fault, "--run-dir", str(shared), *rest]) == 7
     capsys.readouterr()
     (config,) = launched
-    assert (config.nnodes, config.node_rank, config.endpoint) == (2, 1, ("node0", 4000))
-    assert config.token == "x" * 32
+    assert (config.nnodes, config.node_rank, config.endpoint, config.token) == (2, 1, ("node0", 4000), "x" * 32)
     assert "CHECKPOINTLESS_TOKEN" not in os.environ
 
 
@@ -200,8 +199,7 @@ def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
     assert (config.cpu, config.record_steps, config.max_incidents) == (True, True, 3)
     assert (config.http_port, config.http_host) == (0, "::1")
     assert (config.heartbeat_timeout_s, config.regroup_timeout_s) == (20.0, 30.0)
-    assert config.preload == ("json", "email.policy")
-    assert config.run_dir.resolve() == Path("here").resolve()
+    assert (config.preload, config.run_dir.resolve()) == (("json", "email.policy"), Path("here").resolve())
     assert config.faults == (fault,)
 
 

@@ -183,8 +183,7 @@ def test_the_terminal_shows_each_line_once_and_in_order(tmp_path: Path, log: Eve
         recovered(log)
         terminal.say(LAST)
         terminal.say("bye")
-    assert shown[:3] == ["hello", "hello", FIRST]
-    assert shown[-2:] == [LAST, "bye"]
+    assert (shown[:3], shown[-2:]) == (["hello", "hello", FIRST], [LAST, "bye"])
     assert len(shown) == len({*shown}) + 1  # the greeting came twice
 
 

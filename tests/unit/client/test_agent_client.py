@@ -79,8 +79,7 @@ def test_a_notice_of_an_older_generation_is_ignored(pair: tuple[AgentClient, Age
     client.on_fault = called.append
     agent.say(go(2), notice(1), notice(0))
     agent.wait_until_read()
-    assert called == []
-    assert [client.pending_fault(of) for of in range(3)] == [None] * 3
+    assert (called, [client.pending_fault(of) for of in range(3)]) == ([], [None] * 3)
 
 
 def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tuple[AgentClient, Agent]) -> None:

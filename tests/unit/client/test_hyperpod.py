@@ -155,8 +155,7 @@ def test_wait_rank_asks_the_agent_once_and_updates_the_environment(agent: stand_
     agent.automatic = True
     assert int(os.environ["RANK"]) < 0
     wait_rank()
-    assert os.environ["RANK"] == "0"
-    assert os.environ["MASTER_PORT"] == str(agent.port)
+    assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("0", str(agent.port))
     assert HPAgentK8sAPIFactory()().rank == 0
     agent.automatic = False  # nobody would answer a second question
     wait_rank()

@@ -41,8 +41,7 @@ def test_processes_are_asked_for_when_every_node_has_joined() -> None:
     spawned = job.take(Spawn)
     assert [(node, spawn.rank) for node, spawn in spawned] == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
     assert {(spawn.incarnation, spawn.generation, spawn.incident) for _, spawn in spawned} == {(0, 0, "")}
-    assert spawned[3][1].env["RANK"] == "3"
-    assert spawned[3][1].env["GROUP_RANK"] == "1"
+    assert (spawned[3][1].env["RANK"], spawned[3][1].env["GROUP_RANK"]) == ("3", "1")
 
 
 def test_a_node_that_does_not_fit_is_refused() -> None:
@@ -71,7 +70,7 @@ def test_ranks_that_never_enter_are_replaced_once_and_then_end_the_job() -> None
     assert job.take(Kill) == [(0, Kill(1, 0, -1)), (1, Kill(3, 0, -1))]
     job.ends(1, forgiven=True)
     job.ends(3, forgiven=True)
-    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)][-2:] == [(1, 1), (3, 1)]
+    assert job.started()[-2:] == [(1, 1), (3, 1)]
     job.ready(1)
     job.tick(2 * HEARTBEAT_S + 2)
     assert job.last_word == "rank 3 did not enter the block within 10 s, also not as a new process"
@@ -94,8 +93,7 @@ def test_a_rank_that_ends_while_another_waits_for_it(ready_first: bool) -> None:
 def test_a_node_that_gives_up_ends_the_job_everywhere(job: Job) -> None:
     spare = job.join(-1)
     job.hear(job.coordinator.nodes[1], GiveUp(-1, "stopped by SIGTERM"))
-    assert job.last_word == "stopped by SIGTERM"
-    assert [node for node, _ in job.take(End)] == [0, 1, spare.index]
+    assert (job.last_word, [node for node, _ in job.take(End)]) == ("stopped by SIGTERM", [0, 1, spare.index])
     job.sent.clear()
     job.raises(0)
     job.ends(0)
@@ -178,8 +176,7 @@ class Observer:
                 self.at_barrier.discard(command.rank)
                 self.incarnations[command.rank] = command.incarnation
             elif isinstance(command, Go) and command.generation != self.generation:
-                assert self.at_barrier == set(self.job.ranks)
-                assert command.generation == self.generation + 1
+                assert (self.at_barrier, command.generation) == (set(self.job.ranks), self.generation + 1)
                 self.generation += 1
                 self.at_barrier = set()
         self.looked_at = len(self.job.sent)

@@ -22,7 +22,7 @@ from checkpointless.launcher.coordinator.hang_watch import (
 )
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.coordinator.job_config import Heartbeat
-from checkpointless.launcher.protocol.messages import Answer, FaultNotice, Go, Inquire, Kill, Silent, SilentRank
+from checkpointless.launcher.protocol.messages import Answer, FaultNotice, Inquire, Kill, Silent, SilentRank
 from checkpointless.system.process_tree import ProcessState
 from tests.drawn import examples
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job
@@ -302,7 +302,7 @@ def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_no
     assert job.take(Kill) == [(2, Kill(4, 0, 0, 7))]
     job.ends(4, forgiven=True)
     job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Go)] == [1, 1, 1]
+    assert job.begun() == [1, 1, 1]
 
 
 def test_who_does_not_answer_again_and_again_hangs(job: Job) -> None:
@@ -357,10 +357,9 @@ def test_a_shared_stall_beyond_the_ceiling_is_an_incident_in_which_nobody_is_kil
         job.later_s += 1.0
         stall(job, (0, 1, 2, 3), age_s)
     assert "incident 1: ranks 0-3 made no progress for 600 s at step 4" in job.said[-1]
-    assert len(job.take(FaultNotice)) == 2
-    assert job.take(Kill) == []
+    assert (len(job.take(FaultNotice)), job.take(Kill)) == (2, [])
     job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
+    assert job.begun() == [1, 1]
 
 
 def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
@@ -382,8 +381,7 @@ def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(
     job.progress(3)
     wait_in_silence(job, *job.ranks, seconds=2)
     answer(job)
-    assert notices(job) == [(node, FaultNotice(0, "1", cause, None)) for node in (0, 1)]
-    assert job.take(Kill) == []
+    assert (notices(job), job.take(Kill)) == ([(node, FaultNotice(0, "1", cause, None)) for node in (0, 1)], [])
 
 
 @pytest.mark.parametrize("again", [(), (3,)])

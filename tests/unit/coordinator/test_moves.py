@@ -35,7 +35,6 @@ class Moving:
     def __init__(self, spares: int = 1) -> None:
         self.job = Job().begin()
         self.spares = [self.job.join(-1) for _ in range(spares)]
-        self.job.sent.clear()
         self.left = self.job.coordinator.nodes[1]
         self.news: list[MoveNews] = []
 
@@ -75,23 +74,20 @@ class Moving:
 def test_a_move_from_its_begin_to_its_end() -> None:
     moving = Moving().ask()
     job, (spare,) = moving.job, moving.spares
-    spawned = [(each.rank, each.incarnation, each.generation) for _, each in job.take(Spawn)]
-    assert spawned == [(2, 1, 1), (3, 1, 1)]
-    assert job.take(Pause) == []
+    assert {each.generation for _, each in job.take(Spawn)} == {1}
+    assert (job.started(), job.take(Pause)) == ([(2, 1), (3, 1)], [])
     moving.warm()
     assert job.take(Pause) == [(0, Pause(0)), (1, Pause(0))]
     moving.pause()
     assert [notice.generation for _, notice in job.take(FaultNotice)] == [0, 0]
     assert any("node 1 moves to a spare: an operator; recovering" in line for line in job.said)
     moving.gather()
-    assert moving.sent_to(moving.left, Offer) == [Offer(0, 4, [2, 3])]
-    assert job.take(Go) == []
+    assert (moving.sent_to(moving.left, Offer), job.begun()) == ([Offer(0, 4, [2, 3])], [])
     moving.offer()
     begun = {id(node): command for node, command in job.sent if isinstance(command, Go)}
     assert {id(spare), id(job.coordinator.nodes[0])} == begun.keys()
     assert begun[id(spare)].sources == {"2": "10.0.0.1 702 secret", "3": "10.0.0.1 703 secret"}
-    assert moving.sent_to(moving.left, Displaced) == [Displaced()]
-    assert moving.sent_to(moving.left, Discard) == []
+    assert (moving.sent_to(moving.left, Displaced), moving.sent_to(moving.left, Discard)) == ([Displaced()], [])
     job.coordinator.job.incidents.recovered(5)
     job.tick()
     assert moving.sent_to(moving.left, Discard) == [Discard(True)]
@@ -123,7 +119,7 @@ def test_a_node_asks_by_itself_and_hears_why_not() -> None:
     assert (refused.is_over, refused.is_moved) == (True, False)
     moving = Moving()
     moving.job.hear(moving.left, MoveWanted("maintenance"))
-    assert len(moving.job.take(Spawn)) == 2
+    assert len(moving.job.started()) == 2
 
 
 def test_an_ordinary_fault_comes_first_and_the_move_follows_in_the_next_generation() -> None:
@@ -131,8 +127,7 @@ def test_an_ordinary_fault_comes_first_and_the_move_follows_in_the_next_generati
     job = moving.job
     job.raises(0)
     moving.gather()
-    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
-    assert moving.sent_to(moving.left, Offer) == []
+    assert (job.begun(), moving.sent_to(moving.left, Offer)) == ([1, 1], [])
     job.sent.clear()
     job.tick()
     assert [command.generation for _, command in job.take(Pause)] == [1, 1]
@@ -150,8 +145,7 @@ def test_a_node_that_is_lost_gets_the_spare_without_other_successors(stages: int
         go_on()
     (spare,), nodes = moving.spares, moving.job.coordinator.nodes
     moving.job.hear(nodes[lost], Leaving("its power is off"))
-    assert moving.outcome == f"node 1 was not moved: {why}"
-    assert moving.sent_to(spare, Discard) == [Discard(True)]
+    assert (moving.outcome, moving.sent_to(spare, Discard)) == (f"node 1 was not moved: {why}", [Discard(True)])
     assert nodes[lost] is not spare, "it has successors yet"
     moving.job.hear(spare, Joined())
     assert nodes[lost] is spare
@@ -161,22 +155,21 @@ def test_a_node_that_is_lost_gets_the_spare_without_other_successors(stages: int
 def test_a_spare_that_is_lost_early_leaves_training_undisturbed_and_later_costs_one_regrouping() -> None:
     moving = Moving().ask()
     moving.job.lose(moving.spares[0], "gone")
-    assert moving.outcome == "node 1 was not moved: the spare was lost; training goes on"
+    undisturbed = "node 1 was not moved: the spare was lost; training goes on"
+    assert moving.outcome == undisturbed
     moving = Moving().ask().warm()
     moving.job.lose(moving.spares[0], "gone")  # ranks may have agreed on a boundary
     moving.pause().gather()
-    assert moving.outcome == "node 1 was not moved: the spare was lost; training goes on"
-    assert [begin.generation for _, begin in moving.job.take(Go)] == [1, 1]
-    assert moving.sent_to(moving.left, Offer) == []
+    assert (moving.outcome, moving.job.begun(), moving.sent_to(moving.left, Offer)) == (undisturbed, [1, 1], [])
     moving = Moving().ask().warm().pause().gather()
     moving.job.lose(moving.spares[0], "gone")
-    assert [begin.generation for _, begin in moving.job.take(Go)] == [1, 1]
+    assert moving.job.begun() == [1, 1]
 
 
 def test_a_state_that_cannot_be_offered_stays() -> None:
     moving = Moving().ask().warm().pause().gather().offer("no memory")
     assert "node 1 was not moved: its state cannot be offered: no memory" in moving.outcome
-    assert [begin.generation for _, begin in moving.job.take(Go)] == [1, 1]
+    assert moving.job.begun() == [1, 1]
     assert moving.job.coordinator.nodes[1] is moving.left
 
 

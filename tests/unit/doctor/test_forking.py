@@ -75,8 +75,7 @@ def test_what_torch_initialised_is_put_down_to_the_import_that_did(folder: Path)
     (folder / "outer.py").write_text("import torch\nimport inner\nimport json.tool\n")
     (folder / "inner.py").write_text("import torch.cuda\ntorch.cuda._initialized = True\nimport wave\n")
     trial = tried(folder, "outer")
-    assert (trial.cuda, trial.can_fork) == ("torch.cuda.is_initialized()", False)
-    assert trial.cuda_by == "outer"
+    assert (trial.cuda, trial.can_fork, trial.cuda_by) == ("torch.cuda.is_initialized()", False, "outer")
     found = worst(trial)
     assert found.severity is Severity.WARNING
     assert "importing outer initialised CUDA" in found.seen

@@ -30,8 +30,7 @@ def of(name: str, environ: dict[str, str]) -> Finding:
 @pytest.mark.parametrize(("name", "value"), [(name, "3") for name in SETTINGS] + [("NCCL_NVLS_ENABLE", "1")])
 def test_a_harmful_value_is_named_with_what_it_costs(name: str, value: str) -> None:
     found = of(name, {name: value})
-    assert found.severity is Severity.WARNING
-    assert found.seen == f"{name}={value}: {SETTINGS[name].otherwise}"
+    assert (found.severity, found.seen) == (Severity.WARNING, f"{name}={value}: {SETTINGS[name].otherwise}")
     assert (found.source, found.todo) == ("this environment", f"unset {name}")
     assert of(name, {name: SETTINGS[name].value}).severity is Severity.OK
 

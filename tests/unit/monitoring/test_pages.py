@@ -82,8 +82,7 @@ def test_the_status_is_the_snapshot() -> None:
     found = json.loads(body)
     assert status == 200
     assert [found[key] for key in ("node", "generation", "high_water", "incident")] == [0, 3, 7, "4"]
-    assert found["ranks"] == [vars(each) for each in SNAPSHOT.ranks]
-    assert found["job"] == vars(SNAPSHOT.job)
+    assert (found["ranks"], found["job"]) == ([vars(each) for each in SNAPSHOT.ranks], vars(SNAPSHOT.job))
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -120,15 +119,12 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
         log.emit(EventName.BAD_DEVICE, "point", generation=1, remedy=remedy)
     status, body = get(watch, "/metrics")
     found = samples(body)
-    assert status == 200
-    assert found["generation", ""] == 3
-    assert found["high_water_step", ""] == 7
+    assert (status, found["generation", ""], found["high_water_step", ""]) == (200, 3, 7)
     assert found["incident_in_progress", ""] == 1
     assert (found["ranks", "leaving"], found["ranks", "starting"], found["ranks", "running"]) == (1, 1, 0)
     assert found["committed_step", "0"] == 7
     assert ("committed_step", "2") not in found
-    assert found["beat_age_seconds", "0"] == 0.25
-    assert found["respawns_total", ""] == 1
+    assert (found["beat_age_seconds", "0"], found["respawns_total", ""]) == (0.25, 1)
     causes = {label: value for (name, label), value in found.items() if name == "incidents_total"}
     zeros = dict.fromkeys(("exception", "exit", "hang", "node", "replace"), 0)
     assert causes == {"SIGKILL": 1, "SIGSEGV": 1, **zeros}

@@ -25,8 +25,7 @@ def test_a_signal_is_noted_and_has_its_action_again_afterwards(number: int) -> N
     came: list[int] = []
     with handling([number], came.append):
         signal.raise_signal(number)
-    assert came == [number]
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert (came, signal.getsignal(number)) == ([number], signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
@@ -39,16 +38,14 @@ def test_what_nohup_has_ignored_stays_ignored_but_not_what_a_shell_ignores_in_th
     came: list[int] = []
     with handling([number], came.append):
         signal.raise_signal(number)
-    assert bool(came) == comes
-    assert signal.getsignal(number) == signal.SIG_IGN
+    assert (bool(came), signal.getsignal(number)) == (comes, signal.SIG_IGN)
 
 
 def test_a_forked_process_forgets_handlers_and_keeps_what_is_ignored() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _forget_handlers()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)) == (signal.SIG_DFL, signal.SIG_IGN)
 
 
 def test_a_handler_of_another_process_is_seen() -> None:

@@ -31,8 +31,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_it_is_private_and_ends_with_the_agent(temporary: Path) -> None:
     with private_folder() as folder:
         assert folder is not None
-        assert folder.parent == temporary
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert (folder.parent, stat.S_IMODE(folder.stat().st_mode)) == (temporary, 0o700)
         (folder / "7").mkdir()
         (folder / "7" / "left").touch()
         (folder / "8").mkdir()

@@ -137,8 +137,7 @@ def test_what_cannot_work_ends_in_one_line(
 ) -> None:
     assert command_line.main(["train", *argv]) == 2
     captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert message in captured.err
 
 

@@ -64,8 +64,7 @@ def test_what_differs_first_points_to_the_contract(
 def test_what_two_runs_compute_has_to_be_the_same_and_the_rest_is_left_out() -> None:
     steady = run("p", "q", own={"Speed.began": "1"})
     difference, without = _unsteady(steady, run("p", "q", own={"Speed.began": "2"}))
-    assert difference is None
-    assert without == {(Quantity.OWN, "Speed.began")}
+    assert (difference, without) == (None, {(Quantity.OWN, "Speed.began")})
     difference, _ = _unsteady(steady, run("p", "z"))
     assert difference is not None
     assert difference.step == 2

@@ -24,8 +24,7 @@ def test_what_no_event_says_is_unknown() -> None:
     run.start()
     run.incident(31.0, "1", committed=21, resumed=15)
     report = report_of(run)
-    assert report.steps_lost == 6
-    assert report.run.state is RunState.OPEN
+    assert (report.steps_lost, report.run.state) == (6, RunState.OPEN)
     plain = MadeUpRun()  # its block is no training loop that we know
     plain.add(0, "job", "begin")
     plain.add(2, "go", "point", high_water=-1)
@@ -34,8 +33,7 @@ def test_what_no_event_says_is_unknown() -> None:
     plain.add(6, "go", "point", incident="1", high_water=-1)
     plain.add(9, "job", "end", code=0, reason=[])
     report = report_of(plain)
-    assert report.incidents[0].outcome is Outcome.RESUMED
-    assert (report.steps_lost, report.run.step_s) == (None, None)
+    assert (report.incidents[0].outcome, report.steps_lost, report.run.step_s) == (Outcome.RESUMED, None, None)
     assert report.goodput is not None
     assert (report.goodput.seconds["startup"], report.goodput.incidents_s, report.goodput.ettr) == (2.0, 1.0, None)
 
@@ -44,8 +42,7 @@ def test_json_says_what_the_report_says() -> None:
     run, _ = simple_run()
     report = report_of(run, caused={"sigkill@optimizer:rank=1,step=22": 1}, lines_left_out=2)
     document = json.loads(as_json(report))
-    assert document["run"]["state"] == "succeeded"
-    assert document["run"]["begin"] == "2023-11-14T22:13:20.000Z"
+    assert (document["run"]["state"], document["run"]["begin"]) == ("succeeded", "2023-11-14T22:13:20.000Z")
     assert document["run"]["lines_left_out"] == 2
     (incident,) = document["incidents"]
     assert incident["kind"] == "sigkill"
@@ -204,8 +201,7 @@ def test_ranks_agents_and_the_job_each_have_their_line() -> None:
     assert transfer["args"]["bytes"] == 1_500_000
     assert transfer["dur"] == 100_000  # a tenth of a second in microseconds
     (incident,) = [event for event in spans if event["name"].startswith("#1")]
-    assert incident["ts"] == 31_000_000
-    assert incident["args"]["resumed_after_step"] == 21
+    assert (incident["ts"], incident["args"]["resumed_after_step"]) == (31_000_000, 21)
 
 
 def test_a_stage_that_never_ended_lasts_until_the_next_thing_that_is_known() -> None:
@@ -217,8 +213,7 @@ def test_a_stage_that_never_ended_lasts_until_the_next_thing_that_is_known() -> 
     document = trace_of(run.events)
     check_trace(document)
     (init,) = [event for event in document["traceEvents"] if event["name"] == "init"]
-    assert init["dur"] == 700_000
-    assert init["args"]["unfinished"] is True
+    assert (init["dur"], init["args"]["unfinished"]) == (700_000, True)
 
 
 @examples(50)

@@ -107,8 +107,7 @@ def test_a_later_run_makes_the_steps_again_that_an_earlier_one_had_made() -> Non
     first = Goodput(0, 10**10, {"training": 10.0}, first_step=1, last_step=10, step_s=1.0)
     second = Goodput(2 * 10**10, 3 * 10**10, {"training": 10.0}, first_step=7, last_step=16, step_s=1.0)
     job = Goodput.of_job([second, first])
-    assert job.seconds == {"training": 16.0, "repeated": 4.0, "idle": 10.0}
-    assert job.ratio == pytest.approx(16 / 30)
+    assert (job.seconds, job.ratio) == ({"training": 16.0, "repeated": 4.0, "idle": 10.0}, pytest.approx(16 / 30))
     assert Goodput.of_job([first, replace(second, step_s=None)]).ratio is None
     with pytest.raises(ValueError, match="overlap"):
         Goodput.of_job([first, replace(second, begin_ns=5)])
@@ -124,8 +123,7 @@ def test_every_second_is_accounted_for() -> None:
     assert dict(report.goodput.seconds) == pytest.approx(
         {"training": 100 - 10 - 1 - (done_s - 31), "startup": 10.0, "shutdown": 1.0, "SIGKILL": done_s - 31}
     )
-    assert report.goodput.wall_s == 100.0
-    assert report.goodput.incidents_s == pytest.approx(done_s - 31)
+    assert (report.goodput.wall_s, report.goodput.incidents_s) == (100.0, pytest.approx(done_s - 31))
     assert report.goodput.ettr == pytest.approx((100 - 10 - 1 - (done_s - 31)) / 100)
     assert report.goodput.ettr_while_training == pytest.approx(1 - (done_s - 31) / 89)
     causes = [period.cause for period in report.periods]
@@ -138,8 +136,7 @@ def test_steps_lost_and_the_time_to_make_them_again() -> None:
     run.incident(31.0, "1", committed=21, resumed=15)
     run.end(100.0, step=80)
     report = report_of(run)
-    assert report.steps_lost == 6
-    assert report.run.step_s == pytest.approx((20 + 99 - 32.3) / (20 + 64), rel=0.02)
+    assert (report.steps_lost, report.run.step_s) == (6, pytest.approx((20 + 99 - 32.3) / (20 + 64), rel=0.02))
     assert report.goodput is not None
     assert report.goodput.seconds["repeated"] == pytest.approx(6 * (report.run.step_s or 0))
     unhurt, _ = simple_run()

@@ -28,8 +28,7 @@ def test_events_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     log.emit(EventName.RESPAWN, "point", generation=2, rank=5)
     detect, respawn = read_events(tmp_path)
     assert (detect.node, detect.rank, detect.generation, detect.incident) == (3, 1, 2, "i1")
-    assert detect.fields == {"cause": "boom", "culprit": 0}
-    assert (respawn.rank, respawn.incident) == (5, None)
+    assert (detect.fields, respawn.rank, respawn.incident) == ({"cause": "boom", "culprit": 0}, 5, None)
     assert detect.ts <= respawn.ts
     assert detect.mono <= respawn.mono
 
@@ -45,9 +44,7 @@ def test_a_span_says_how_long_it_took_and_what_broke_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"):
         fails()
     begin, end = read_events(tmp_path)
-    assert (begin.edge, end.edge) == ("begin", "end")
-    assert end.fields["bytes"] == 7
-    assert end.fields["error"] == "ValueError: no"
+    assert (begin.edge, end.edge, end.fields["bytes"], end.fields["error"]) == ("begin", "end", 7, "ValueError: no")
     assert end.fields["seconds"] >= 0
 
 
@@ -120,8 +117,7 @@ def test_names_that_are_no_utf8_are_recorded(tmp_path: Path) -> None:
     log.record_validation(1, {name: 0.5}, {})
     log.record_checkpoints([[name]])
     found = read_steps(tmp_path)
-    assert found[0][0].own == {name: "d2"}
-    assert found.validations[0][0].metrics == {name: (0.5).hex()}
+    assert (found[0][0].own, found.validations[0][0].metrics) == ({name: "d2"}, {name: (0.5).hex()})
     assert found.checkpoints == ((name,),)
 
 

@@ -66,8 +66,7 @@ def test_what_waits_is_bounded_chatter_goes_first_and_the_number_is_written(
     assert mine.flush(60)
     written = read_events(tmp_path)
     (dropped,) = [event for event in written if event.stage == EventName.EVENTS_DROPPED]
-    assert dropped.fields == {"count": 30}
-    assert (dropped.node, dropped.rank, dropped.pid) == (2, 1, os.getpid())
+    assert (dropped.fields, dropped.node, dropped.rank, dropped.pid) == ({"count": 30}, 2, 1, os.getpid())
     assert [event.generation for event in written if event.stage == EventName.PROGRESS] == [0, 1, 2]
     assert [event.generation for event in written if event.stage == EventName.ABORT] == list(range(7))
     log.emit(EventName.ABORT, "end", generation=20)

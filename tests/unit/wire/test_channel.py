@@ -73,8 +73,7 @@ def test_a_peer_that_dies_while_another_is_heard_does_no_harm(
     second.peer.close()
     for _ in range(4):
         turn(selector)
-    assert len(second.closed) == told
-    assert first.closed == []
+    assert (len(second.closed), first.closed) == (told, [])
     first.channel.close()
     assert not selector.get_map()
 

@@ -88,8 +88,7 @@ def test_only_a_process_after_the_first_is_checked_with_the_environment_of_its_r
     assert not node.is_started
     assert node.agent.ranks[0].state is RankState.STARTING
     node.until(lambda: node.is_started)
-    assert (tmp_path / "seen").read_text() == "0 0 5\n"
-    assert (node.reports, node.printed) == ([], [])
+    assert ((tmp_path / "seen").read_text(), node.reports, node.printed) == ("0 0 5\n", [], [])
 
 
 @pytest.mark.parametrize(

@@ -78,15 +78,13 @@ def test_what_is_printed_is_kept_and_shown_to_its_end(node: Node) -> None:
     os.write(node.output.fork_server.begin(), b"imported\n")
     node.end()
     assert node.log(0).splitlines() == [f"line {number}" for number in range(1000)]
-    assert node.log(1) == "before anyone reads\nlast"
-    assert (node.folder / "zygote.log").read_text() == "imported\n"
+    assert (node.log(1), (node.folder / "zygote.log").read_text()) == ("before anyone reads\nlast", "imported\n")
     shown = node.read_terminal().splitlines()
     assert [line for line in shown if line.startswith("[rank 1] ")] == [
         "[rank 1] before anyone reads",
         "[rank 1] last",
     ]
-    assert len(shown) == 1002
-    assert node.said == []
+    assert (len(shown), node.said) == (1002, [])
 
 
 def test_the_last_lines_are_those_of_the_last_process_though_nobody_has_read_them_yet(node: Node) -> None:

@@ -94,12 +94,10 @@ def test_runs_of_one_job_are_added_up_everywhere(tmp_path: Path, shown: Callable
             assert words in text
         assert text.index(f"{dirs[1]}: 1 incident") < text.index(f"{dirs[0]}: 1 incident")
     document = json.loads(shown(*dirs, "--json", "-"))
-    assert document["format"] == 2
-    assert [each["run"]["path"] for each in document["runs"]] == dirs[::-1]
+    assert (document["format"], [each["run"]["path"] for each in document["runs"]]) == (2, dirs[::-1])
     found = document["goodput"]
     assert found["wall_s"] == pytest.approx(sum(found["seconds"].values())) == 400
-    assert found["seconds"]["idle"] == 200
-    assert found["goodput"] == found["seconds"]["training"] / 400
+    assert (found["seconds"]["idle"], found["goodput"]) == (200, found["seconds"]["training"] / 400)
     assert found["seconds"]["repeated"] > 60, "the second run makes all steps once more"
     assert found["lost"][0]["cause"] == "hang"
 

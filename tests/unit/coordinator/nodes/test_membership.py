@@ -33,8 +33,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(job: Job) -> None:
     with pytest.raises(ValueError, match="which it does not run"):
         job.hear(lost, at_barrier(2, 1, -1, -1))
     job.ready(*job.ranks)
-    assert [node for node, _ in job.take(Go)] == [0, 1]
-    assert job.said[1] == "a spare takes the place of node 1"
+    assert ([node for node, _ in job.take(Go)], job.said[1]) == ([0, 1], "a spare takes the place of node 1")
 
 
 @pytest.mark.parametrize("index", [1, -1])
@@ -42,10 +41,9 @@ def test_without_a_spare_another_node_may_come_in_time(job: Job, index: int) -> 
     job.lose(job.coordinator.nodes[1], "it is gone")
     assert job.said[-1] == "no spare is ready: waiting up to 30 s for another node 1"
     job.ready(0, 1)
-    assert job.take(Go) == []
-    assert job.take(Spawn) == []
+    assert (job.begun(), job.started()) == ([], [])
     job.join(index)
-    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    assert job.started() == [(2, 1), (3, 1)]
     job.ready(2, 3)
     assert [node for node, _ in job.take(Go)] == [0, 1]
 
@@ -58,7 +56,7 @@ def test_a_node_that_is_lost_before_the_job_began_may_come_back() -> None:
     job.join(0)
     assert job.sent == []
     job.join(1)
-    assert [spawn.incarnation for _, spawn in job.take(Spawn)] == [0] * 4
+    assert job.started() == [(rank, 0) for rank in job.ranks]
 
 
 def test_a_node_whose_processes_have_ended_well_is_not_missed(job: Job) -> None:
@@ -90,10 +88,9 @@ def test_a_replacement_that_still_imports_is_waited_for(job: Job) -> None:
     job.ready(1)
     assert job.outcome is None
     job.tick(REGROUP_S + 0.1)
-    assert job.outcome is None
-    assert job.take(Kill) == []
+    assert (job.outcome, job.take(Kill)) == (None, [])
     job.hear(node, Joined())
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
+    assert job.started() == [(2, 1), (3, 1)]
     job.ready(2, 3)
     assert [index for index, _ in job.take(Go)] == [0, 1]
 
@@ -103,7 +100,7 @@ def test_a_replacement_that_is_lost_before_its_ranks_were_started_is_replaced_by
     replacement = job.admit(1)
     job.join(-1)
     job.lose(replacement, "gone as well")
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
+    assert job.started() == [(2, 1), (3, 1)]
 
 
 def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_closes(job: Job) -> None:
@@ -120,7 +117,7 @@ def test_a_node_that_is_told_to_stop_is_replaced_but_not_the_coordinators(job: J
     job.coordinator.job.host = job.coordinator.nodes[0]
     job.join(-1)
     job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
+    assert job.started() == [(2, 1), (3, 1)]
     job.hear(job.coordinator.nodes[0], Leaving("stopped by SIGTERM"))
     assert job.last_word == "stopped by SIGTERM"
 
@@ -143,8 +140,7 @@ def test_nobody_is_started_and_nothing_begins_before_the_store_is_there() -> Non
     assert (job.stores, job.sent) == ([(0, 0)], [])
     job.hear(job.coordinator.nodes[1], StoreOpened(0, "10.0.0.9", 1))
     assert job.sent == []
-    job.opens = True
-    job.open_stores()
+    job.opens_again()
     assert {spawn.env["MASTER_ADDR"] for _, spawn in job.take(Spawn)} == {"10.0.0.0"}
     job.ready(*job.ranks)
     job.raises(0)
@@ -154,9 +150,8 @@ def test_nobody_is_started_and_nothing_begins_before_the_store_is_there() -> Non
     job.sent.clear()
     job.raises(2, generation=1)
     job.ready(*job.ranks)
-    assert job.take(Go) == []
-    job.opens = True
-    job.open_stores()
+    assert job.begun() == []
+    job.opens_again()
     assert [begin.env for _, begin in job.take(Go)] == [go_env(2), go_env(2)]
 
 
@@ -171,8 +166,7 @@ def test_the_store_moves_to_another_node_when_its_own_is_lost(job: Job) -> None:
     job.lose(job.coordinator.nodes[0], "it is gone, too")
     assert job.stores[2:] == [(2, 0), (2, 1)]
     job.join(0)
-    job.opens = True
-    job.open_stores()
+    job.opens_again()
     job.ready(*job.ranks)
     assert [begin.env for _, begin in job.take(Go)][2:] == [go_env(2, host=1)] * 2
 
@@ -193,10 +187,9 @@ def test_a_node_that_is_looked_for_while_all_ranks_are_ready_is_waited_for() -> 
     job.hear(away, Searching())
     job.lose(away, "it said that it searches")
     job.ready(3)
-    assert job.take(Go) == []
+    assert job.begun() == []
     job.tick(after_s=HEARTBEAT_S / 2 + 1)
-    assert job.outcome is None
-    assert job.take(Kill) == []
+    assert (job.outcome, job.take(Kill)) == (None, [])
 
 
 WHY = "the device check exited with 1: no"
@@ -211,10 +204,7 @@ def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
 
 
 def test_without_a_spare_the_device_is_tried_until_the_limits_of_every_job_are_reached(job: Job) -> None:
-    tries = 0
-    while job.outcome is None:
-        tries += 1
-        assert tries < 10
+    for tries in range(1, 10):
         job.ends(2)
         if job.outcome is None:
             job.sent.clear()
@@ -222,6 +212,8 @@ def test_without_a_spare_the_device_is_tried_until_the_limits_of_every_job_are_r
             assert spawns(job) == [(1, 2, tries, True)]
             assert f"rank 2 is started on it {'once more' if tries == 1 else 'again: add a spare'}" in job.said[-1]
             job.ready(*job.ranks, committed=3)
+        else:
+            break
     assert tries > 3
     assert "in a row" in job.last_word
 
@@ -232,8 +224,7 @@ def test_the_node_that_hosts_the_coordinator_is_not_given_up(job: Job) -> None:
     job.ends(0)
     job.sent.clear()
     bad(job, 0)
-    assert spawns(job) == [(0, 0, 1, True)]
-    assert job.outcome is None
+    assert (spawns(job), job.outcome) == ([(0, 0, 1, True)], None)
 
 
 @pytest.mark.parametrize(("shards", "is_given_up"), [((0, 1, 0, 1), True), ((0, 0, 2, 2), False)])
@@ -283,15 +274,13 @@ def test_a_report_that_is_repeated_gets_the_same_answer_because_it_may_be_lost(j
     job.coordinator.job.fresh.clear()  # rank 3 is the only one with what it holds
     for _ in range(3):
         bad(job, 2)
-    assert spawns(job) == [(1, 2, 1, True)] * 3
-    assert (job.outcome, job.take(End)) == (None, [])
+    assert (spawns(job), job.outcome, job.take(End)) == ([(1, 2, 1, True)] * 3, None, [])
 
 
 def test_a_process_that_was_never_started_is_not_stillborn(job: Job) -> None:
     job.raises(0)
-    for _ in range(8):
-        is_first = job.coordinator.ranks[2].incarnation == 0
-        job.ends(2, forgiven=not is_first, was_started=is_first)
+    for number in range(8):
+        job.ends(2, forgiven=number > 0, was_started=number == 0)
     assert job.outcome is None
 
 
@@ -302,6 +291,5 @@ def test_the_device_is_tried_when_there_is_a_store_again(job: Job) -> None:
     job.sent.clear()
     bad(job, 2)
     assert spawns(job) == []
-    job.opens = True
-    job.open_stores()
+    job.opens_again()
     assert (1, 2, 1, True) in spawns(job)

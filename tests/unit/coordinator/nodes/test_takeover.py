@@ -62,6 +62,14 @@ def goes_searching(job: Job) -> None:
     job.lose(node, "it closed the connection")
 
 
+@pytest.fixture
+def half() -> Job:
+    """Provide a job to whose new coordinator node 1 has come, with ranks that train."""
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    return job
+
+
 def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() -> None:
     job = Job()
     standing(job, 0, RUNNING, RUNNING)
@@ -72,55 +80,45 @@ def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() ->
     job.ends(1)
     assert job.said[1:] == ["incident 3: rank 1 killed by SIGKILL at step 4; recovering"]
     assert [interrupt.generation for _, interrupt in job.take(FaultNotice)] == [3, 3]
-    ((_, spawn),) = job.take(Spawn)
-    assert (spawn.rank, spawn.incarnation, spawn.generation) == (1, 2, 4)
-    assert spawn.env["TORCHELASTIC_RUN_ID"] == "the run"
+    spawned = [(each.generation, each.env["TORCHELASTIC_RUN_ID"]) for _, each in job.take(Spawn)]
+    assert (job.started(), spawned) == ([(1, 2)], [(4, "the run")])
     job.ready(*job.ranks, committed=8, making=9)
     assert [(begin.generation, begin.high_water) for _, begin in job.take(Go)] == [(4, 8), (4, 8)]
 
 
-def test_an_exception_that_nobody_heard_of_is_handled() -> None:
-    job = Job()
-    standing(job, 1, RUNNING, RUNNING)
-    standing(job, 0, RUNNING, RUNNING, before=trouble(1, CauseKind.EXCEPTION, generation=3))
-    assert job.said[1] == "incident 3: rank 1 raised ValueError at step 4: no; recovering"
-    job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Go)] == [4, 4]
+def test_an_exception_that_nobody_heard_of_is_handled(half: Job) -> None:
+    standing(half, 0, RUNNING, RUNNING, before=trouble(1, CauseKind.EXCEPTION, generation=3))
+    assert half.said[1] == "incident 3: rank 1 raised ValueError at step 4: no; recovering"
+    half.ready(*half.ranks)
+    assert half.begun() == [4, 4]
 
 
-def test_a_node_that_was_lost_with_the_coordinator_is_replaced() -> None:
-    job = Job()
-    standing(job, 1, RUNNING, RUNNING)
-    job.join(0)
-    assert job.said[1] == "incident 3: node 0 was lost at step 9: as was the coordinator; recovering"
-    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(0, 2), (1, 2)]
-    assert job.stores == [(4, 0)]
+def test_a_node_that_was_lost_with_the_coordinator_is_replaced(half: Job) -> None:
+    half.join(0)
+    assert half.said[1] == "incident 3: node 0 was lost at step 9: as was the coordinator; recovering"
+    assert (half.started(), half.stores) == ([(0, 2), (1, 2)], [(4, 0)])
 
 
-def test_a_spare_takes_the_place_of_a_node_that_does_not_find_the_new_coordinator() -> None:
-    job = Job()
-    standing(job, 1, RUNNING, RUNNING)
-    job.join(-1)
-    job.tick(9.0)
-    assert job.take(Spawn) == []
-    job.tick(10.5)
-    assert "a spare takes the place of node 0" in job.said
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1]
+def test_a_spare_takes_the_place_of_a_node_that_does_not_find_the_new_coordinator(half: Job) -> None:
+    half.join(-1)
+    half.tick(9.0)
+    assert half.started() == []
+    half.tick(10.5)
+    assert "a spare takes the place of node 0" in half.said
+    assert half.started() == [(0, 2), (1, 2)]
 
 
-def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
-    job = Job()
-    standing(job, 1, RUNNING, RUNNING)
-    job.tick(10.5)
-    assert "no spare is ready" in job.said[-1]
-    job.tick(REGROUP_S + 1)
-    assert job.last_word == "node 0 did not join the job within 30 s"
+def test_a_node_that_is_nowhere_ends_the_job_in_time(half: Job) -> None:
+    half.tick(10.5)
+    assert "no spare is ready" in half.said[-1]
+    half.tick(REGROUP_S + 1)
+    assert half.last_word == "node 0 did not join the job within 30 s"
 
 
 def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
     job = Job()
-    standing(job, 1, GONE, GONE, finished=True)
-    job.hear(job.coordinator.nodes[1], RankEnded(3, False, "rank-3.log", [], rank=3, incarnation=1))
+    node = standing(job, 1, GONE, GONE, finished=True)
+    job.hear(node, RankEnded(3, False, "rank-3.log", [], rank=3, incarnation=1))
     standing(job, 0, DONE, DONE)
     assert job.last_word == "rank 3 exited with code 3"
 
@@ -139,18 +137,16 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
         standing(job, index, *states[NPROC * index :][:NPROC], generation=generations[index])
     assert job.outcome is None
     if set(states) <= {RUNNING, DONE} and generations[0] == generations[1]:
-        assert (job.take(FaultNotice), job.stores) == ([], [])
-        assert bool(job.take(Finish)) == (set(states) == {DONE})
+        assert (job.take(FaultNotice), job.stores, bool(job.take(Finish))) == ([], [], set(states) == {DONE})
         return
     assert {interrupt.generation for _, interrupt in job.take(FaultNotice)} == {max(generations)}
     waiting = [rank for rank in job.ranks if states[rank] not in (READY, GONE)]
     job.ready(*waiting)
-    job.opens = True
-    job.open_stores()
-    spawned = [spawn.rank for _, spawn in job.take(Spawn)]
+    job.opens_again()
+    spawned = [rank for rank, _ in job.started()]
     assert spawned == [rank for rank in job.ranks if states[rank] is GONE]
     job.ready(*spawned)
-    assert {begin.generation for _, begin in job.take(Go)} == {max(generations) + 1}
+    assert set(job.begun()) == {max(generations) + 1}
 
 
 def test_a_node_that_goes_away_from_a_new_coordinator_keeps_its_place_for_a_while() -> None:
@@ -161,7 +157,7 @@ def test_a_node_that_goes_away_from_a_new_coordinator_keeps_its_place_for_a_whil
     job.lose(node, "it closed the connection")
     job.tick(9.0)
     job.join(-1)
-    assert job.take(Spawn) == []
+    assert job.started() == []
     standing(job, 1, RUNNING, RUNNING)
     standing(job, 2, RUNNING, RUNNING)
     assert (job.sent, job.coordinator.job.phase) == ([], Phase.RUNNING)
@@ -181,11 +177,11 @@ def test_a_node_that_comes_back_from_elsewhere_has_to_end_its_ranks_first(job: J
     assert job.take(Discard) == [(1, Discard())]
     job.ready(2, 3)  # these were under way when it was told
     job.ready(0, 1)
-    assert (job.take(Go), job.take(Spawn)) == ([], [])
+    assert (job.begun(), job.started()) == ([], [])
     job.hear(node, Joined())
-    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    assert job.started() == [(2, 1), (3, 1)]
     job.ready(2, 3)
-    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
+    assert job.begun() == [1, 1]
 
 
 def test_a_node_that_lost_sight_of_the_coordinator_comes_back_and_nobody_is_told(job: Job) -> None:
@@ -196,7 +192,7 @@ def test_a_node_that_lost_sight_of_the_coordinator_comes_back_and_nobody_is_told
     assert (job.sent, job.said) == ([], ["node 1 is back with its ranks, and nobody had missed it"])
     job.tick(60.0)
     job.ends(3)
-    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(3, 1)]
+    assert job.started() == [(3, 1)]
 
 
 def test_a_node_that_is_back_and_says_nothing_is_not_waited_for_without_end(job: Job) -> None:
@@ -205,15 +201,14 @@ def test_a_node_that_is_back_and_says_nothing_is_not_waited_for_without_end(job:
     goes_searching(job)
     job.admit(1)
     job.ready(0)
-    job.tick(REGROUP_S - 1)
-    assert "it came back and did not say what its ranks do" not in " ".join(job.said)
-    job.tick(REGROUP_S + 1)
-    assert "it came back and did not say what its ranks do" in " ".join(job.said)
+    for late_s, is_said in ((-1, False), (1, True)):
+        job.tick(REGROUP_S + late_s)
+        assert ("it came back and did not say what its ranks do" in " ".join(job.said)) is is_said
     assert job.outcome is None  # there is time for another node
     job.hear(job.coordinator.nodes[1], Joined())
-    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    assert job.started() == [(2, 1), (3, 1)]
     job.ready(*job.ranks)
-    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
+    assert job.begun() == [1, 1]
 
 
 @pytest.mark.parametrize("searching", [True, False])
@@ -226,12 +221,12 @@ def test_ranks_that_did_not_hear_that_a_generation_began_are_kept(job: Job, sear
     job.lose(node, "it closed the connection before the command arrived")
     job.sent.clear()
     back(job, 1, READY, READY)
-    assert (job.take(Discard), job.take(Spawn)) == ([], [])
+    assert (job.take(Discard), job.started()) == ([], [])
     assert [notice.generation for to, notice in job.take(FaultNotice) if to == 0] == [1] * searching
     words = "node 1 did not hear that generation 1 began" if searching else "node 1 was lost"
     assert any(words in line for line in job.said)
     job.ready(0, 1)
-    assert [begin.generation for _, begin in job.take(Go)] == [2, 2]
+    assert job.begun() == [2, 2]
 
 
 def test_a_node_that_is_lost_before_it_has_spoken_is_not_waited_for_twice(job: Job) -> None:
@@ -267,13 +262,7 @@ def test_ranks_that_missed_several_generations_are_kept_and_those_of_an_earlier_
 
 
 @examples(150)
-@given(
-    st.lists(STATE, min_size=2, max_size=2),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([None, 1, 2]),
-)
+@given(st.lists(STATE, min_size=2, max_size=2), *[st.booleans()] * 3, st.sampled_from([None, 1, 2]))
 def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_that_live(
     states: list[RankState], searching: bool, interrupted: bool, others_ready: bool, lost_again: int | None
 ) -> None:
@@ -291,14 +280,13 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
         back(job, 1, *states)
         if job.coordinator.job.generation == 1:
             break
-    assert job.outcome is None
-    assert job.take(Discard) == []
+    assert (job.outcome, job.take(Discard)) == (None, [])
     if job.coordinator.job.generation == 0:
         if job.coordinator.job.phase is Phase.RUNNING:
             assert set(states) <= {RUNNING, DONE, RankState.STARTING, RankState.LEAVING}
             job.raises(0)
         job.ready(*(rank.number for rank in job.coordinator.ranks if rank.state is not READY))
-    assert {begin.generation for _, begin in job.take(Go)} == {1}
+    assert set(job.begun()) == {1}
     for rank, state in zip((2, 3), states, strict=True):
         assert (job.coordinator.ranks[rank].incarnation == 0) == (state is not GONE)
     assert {job.coordinator.ranks[rank].incarnation for rank in (0, 1)} == {0}
@@ -317,6 +305,6 @@ def test_a_rank_that_waits_for_the_next_block_and_dies_unheard_is_replaced(job: 
     job.ready(1, 2, 3)
     goes_searching(job)
     back(job, 1, GONE, READY, finished=True)
-    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2]
+    assert job.started() == [(2, 1)]
     job.ready(0, 2)
-    assert [begin.generation for _, begin in job.take(Go)] == [1, 1]
+    assert job.begun() == [1, 1]

@@ -36,8 +36,7 @@ def test_the_coordinator_listens_on_its_own_address_for_the_same_job(tmp_path: P
     assert run_coordinator(tmp_path) == 0
     options = options_of(tmp_path / "coordinated")
     assert options.command is COORDINATOR.act
-    assert (options.nnodes, options.nproc_per_node) == (4, 8)
-    assert options.rdzv_endpoint == f"10.0.0.7:{DEFAULT_PORT}"
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == (4, 8, f"10.0.0.7:{DEFAULT_PORT}")
     assert options.run_dir == tmp_path / "run"
 
 
