@@ -20,6 +20,8 @@ from checkpointless.launcher.protocol.channel import LOOPBACK
 from checkpointless.launcher.protocol.messages import NodeMessage
 from checkpointless.observability.telemetry.events import EventLog
 
+SEVERAL: dict[str, Any] = {"nnodes": 2, "rdzv_endpoint": "node0", "token": "t" * 32}  # of a job of two nodes
+
 
 class NoProcesses(ForkServer):
     """Starts nothing; the test says what its processes do."""
@@ -52,33 +54,24 @@ class CommandedNode:
     """Represents the agent of a node; its processes are started by commands, and none is real."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, **more: Any) -> None:
-        self.starter = NoProcesses()
+        self.folder, self.starter = folder, NoProcesses()
         self.said: list[NodeMessage] = []
         self.printed: list[str] = []
         self.selector = selectors.DefaultSelector()
         config = LaunchConfig(nproc_per_node=1, script=__file__, run_dir=folder, **more)
-        self.agent = NodeAgent(
-            config,
-            address=lambda: LOOPBACK,
-            report=self.said.append,
-            keep_processes=partial(
-                ProcessKeeper,
-                config,
-                iter([self.starter]),
-                lambda rank: LocalRank(rank, Board.create(rank), self._log(folder / f"rank-{rank}.log")),
-                {},
-                self.selector,
-                self.printed.append,
-            ),
-            events=EventLog(None),
-            say=self.printed.append,
-            clock=clock,
-        )
+        say, starters = self.printed.append, iter([self.starter])
+        keep = partial(ProcessKeeper, config, starters, self._rank, {}, self.selector, say)
+        common: dict[str, Any] = {"keep_processes": keep, "events": EventLog(None), "say": say, "clock": clock}
+        self.agent = NodeAgent(config, address=lambda: LOOPBACK, report=self.said.append, **common)
 
-    def _log(self, path: Path) -> Printed:
-        printed = Printed(path)
+    def _rank(self, number: int) -> LocalRank:
+        printed = Printed(self.folder / f"rank-{number}.log")
         weakref.finalize(self, printed.close)
-        return printed
+        return LocalRank(number, Board.create(number), printed)
+
+    def close(self) -> None:
+        self.agent.close()
+        self.selector.close()
 
     def tick(self, after_s: float = 0.0) -> None:
         self.agent.tick(time.monotonic() + after_s)

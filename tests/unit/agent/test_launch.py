@@ -12,8 +12,7 @@ from checkpointless.launcher.agent.launch import _rank_environment
 from checkpointless.launcher.agent.launch_config import LaunchConfig
 from checkpointless.launcher.protocol.messages import End
 from checkpointless.observability.telemetry.events import EVENTS_FILE, EventLog
-
-TOKEN = "t" * 32
+from tests.unit.agent.commanded_node import SEVERAL
 
 
 @pytest.mark.parametrize(
@@ -38,40 +37,16 @@ def test_a_wrong_value_is_refused(tmp_path: Path, change: dict[str, Any], said: 
     ("node", "own"), [(0, range(0, 2)), (1, range(2, 4)), (2, range(0))], ids=["first", "second", "spare"]
 )
 def test_a_node_runs_the_ranks_of_its_number_and_a_spare_runs_none(tmp_path: Path, node: int, own: range) -> None:
-    config = LaunchConfig(
-        nproc_per_node=2,
-        script=__file__,
-        run_dir=tmp_path,
-        nnodes=2,
-        spares=1,
-        node_rank=node,
-        rdzv_endpoint="here",
-        token=TOKEN,
-    )
+    config = LaunchConfig(nproc_per_node=2, script=__file__, run_dir=tmp_path, spares=1, node_rank=node, **SEVERAL)
     assert config.own_ranks == own
-
-
-OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (
-        "OMP_NUM_THREADS",
-        "PYTORCH_NVML_BASED_CUDA_CHECK",
-        "TORCH_FR_BUFFER_SIZE",
-        OLDER,
-        TRACES,
-        NO_LINES,
-    ):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
 
 
 CPU = {"CHECKPOINTLESS_CPU": "1"}
 NVML, OMP, RECORDS = "PYTORCH_NVML_BASED_CUDA_CHECK", "OMP_NUM_THREADS", "TORCH_FR_BUFFER_SIZE"
-SEVERAL: dict[str, Any] = {"nnodes": 2, "rdzv_endpoint": "here", "token": "t" * 32}
+OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"
+FAULT = "raise@loss:rank=0,step=1"
+Variables = dict[str, str]
 
 
 @pytest.mark.parametrize(
@@ -90,35 +65,24 @@ SEVERAL: dict[str, Any] = {"nnodes": 2, "rdzv_endpoint": "here", "token": "t" * 
         ({"nproc_per_node": 2}, {OMP: "3"}, {NVML: "1"}),
         ({"nproc_per_node": 2, "extra_env": {OMP: "2", "X": ""}}, {}, {NVML: "1", OMP: "2", "X": ""}),
         (SEVERAL, {}, {NVML: "1", "CHECKPOINTLESS_AGENT_PID": str(os.getpid())}),
-        (
-            {"faults": ("raise@loss:rank=0,step=1",), "record_steps": True, "strict": True},
-            {},
-            {
-                NVML: "1",
-                "CHECKPOINTLESS_FAULTS": json.dumps(["raise@loss:rank=0,step=1"]),
-                "CHECKPOINTLESS_RECORD_STEPS": "1",
-                "CHECKPOINTLESS_STRICT": "1",
-            },
-        ),
+        ({"faults": (FAULT,)}, {}, {NVML: "1", "CHECKPOINTLESS_FAULTS": json.dumps([FAULT])}),
+        ({"record_steps": True}, {}, {NVML: "1", "CHECKPOINTLESS_RECORD_STEPS": "1"}),
+        ({"strict": True}, {}, {NVML: "1", "CHECKPOINTLESS_STRICT": "1"}),
     ],
 )
 def test_what_the_ranks_of_a_node_find_in_their_environment(
-    run_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    asked: dict[str, Any],
-    user_set: dict[str, str],
-    found: dict[str, str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], user_set: Variables, found: Variables
 ) -> None:
+    for name in (OMP, NVML, RECORDS, OLDER, TRACES, NO_LINES):
+        monkeypatch.delenv(name, raising=False)
     for name, value in user_set.items():
         monkeypatch.setenv(name, value)
-    config = LaunchConfig(**{"nproc_per_node": 1, "script": __file__, "run_dir": run_dir, **asked})
-    always = {"CHECKPOINTLESS_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}
+    config = LaunchConfig(**{"nproc_per_node": 1, "script": __file__, "run_dir": tmp_path, **asked})
+    always = {"CHECKPOINTLESS_RUN_DIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     assert _rank_environment(config) == always | found
 
 
-def test_events_that_may_be_lost_are_said_before_the_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_that_may_be_lost_are_said_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.scribe, "flush", lambda: False)
     said: list[str] = []
     config = LaunchConfig(nproc_per_node=1, script=__file__, run_dir=tmp_path)

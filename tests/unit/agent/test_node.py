@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -37,7 +38,7 @@ from checkpointless.launcher.protocol.messages import (
     encode,
 )
 from checkpointless.system.environment import SOURCE_ENV
-from tests.unit.agent.commanded_node import CommandedNode
+from tests.unit.agent.commanded_node import SEVERAL, CommandedNode
 
 Told = TypeVar("Told", Progress, Silent)
 
@@ -45,11 +46,9 @@ Told = TypeVar("Told", Progress, Silent)
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[CommandedNode]:
     """Provide an agent of two ranks, 0 and 1, whose processes have been started."""
-    made = CommandedNode(tmp_path, heartbeat_timeout_s=10.0)
-    start_two(made)
-    yield made
-    made.agent.close()
-    made.selector.close()
+    with closing(CommandedNode(tmp_path, heartbeat_timeout_s=10.0)) as made:
+        start_two(made)
+        yield made
 
 
 def start_two(node: CommandedNode) -> None:
@@ -73,8 +72,8 @@ def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node:
 def test_ranks_that_wait_for_the_next_block_are_not_ended_with_this_one(node: CommandedNode) -> None:
     for number, state in enumerate((RankState.DONE, RankState.READY)):
         node.agent.ranks[number].state = state
-    node.agent.obey(Finish())
-    node.agent.obey(Finish())
+    for _ in range(2):
+        node.agent.obey(Finish())
     assert [rank.state for rank in node.agent.ranks.values()] == [RankState.FINISHED, RankState.READY]
 
 
@@ -164,10 +163,8 @@ class Training(CommandedNode):
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
-    made = Training(tmp_path)
-    yield made
-    made.agent.close()
-    made.selector.close()
+    with closing(Training(tmp_path)) as made:
+        yield made
 
 
 def test_the_longest_step_is_told_and_neither_the_first_ones_nor_what_is_between_two(training: Training) -> None:
@@ -291,13 +288,7 @@ def test_a_displaced_node_keeps_its_processes_until_they_are_discarded(node: Com
 
 def test_a_refused_drain_is_asked_for_again(tmp_path: Path) -> None:
     now_s = [0.0]
-    where: dict[str, Any] = {
-        "nnodes": 2,
-        "node_rank": 1,
-        "rdzv_endpoint": "127.0.0.1:29400",
-        "token": "a token that is long enough",
-    }
-    node = CommandedNode(tmp_path, clock=lambda: now_s[0], on_sigterm="drain", **where)
+    node = CommandedNode(tmp_path, clock=lambda: now_s[0], on_sigterm="drain", node_rank=1, **SEVERAL)
     node.agent.takes_part, node.agent._hosts = True, False
     node.agent.interrupted(signal.SIGTERM)
     node.agent.obey(MoveNews("no spare is free", True))
@@ -309,7 +300,7 @@ def test_a_refused_drain_is_asked_for_again(tmp_path: Path) -> None:
     assert sum(isinstance(message, MoveWanted) for message in node.said) == 3
     node.agent.interrupted(signal.SIGTERM)
     assert node.agent.job.outcome is not None
-    node.agent.close()
+    node.close()
 
 
 def test_ranks_hear_only_of_their_own_source(node: CommandedNode) -> None:

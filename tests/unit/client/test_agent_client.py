@@ -31,8 +31,8 @@ from checkpointless.launcher.protocol.messages import (
 class Agent:
     """Plays the other end of a client's connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    def __init__(self, connection: socket.socket, client: AgentClient) -> None:
+        self.connection, self.client = connection, client
         connection.settimeout(60)
         self._lines = LineBuffer()
         self._heard: list[Message] = []
@@ -54,12 +54,17 @@ class Agent:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[AgentClient, Agent]]:
+def agent() -> Iterator[Agent]:
     ours, theirs = socket.socketpair()
-    client = AgentClient(theirs, rank=3)
-    yield client, Agent(ours)
-    client.close()
+    made = Agent(ours, AgentClient(theirs, rank=3))
+    yield made
+    made.client.close()
     ours.close()
+
+
+@pytest.fixture
+def client(agent: Agent) -> AgentClient:
+    return agent.client
 
 
 def go(generation: int) -> Go:
@@ -70,8 +75,7 @@ def notice(generation: int) -> FaultNotice:
     return FaultNotice(generation, "1", "rank 1 killed by SIGKILL", 1)
 
 
-def test_a_notice_of_an_older_generation_is_ignored(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
+def test_a_notice_of_an_older_generation_is_ignored(client: AgentClient, agent: Agent) -> None:
     agent.say(notice(0))
     agent.wait_until_read()
     assert client.pending_fault(0) == notice(0)
@@ -82,8 +86,7 @@ def test_a_notice_of_an_older_generation_is_ignored(pair: tuple[AgentClient, Age
     assert (called, [client.pending_fault(of) for of in range(3)]) == ([], [None] * 3)
 
 
-def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
+def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(client: AgentClient, agent: Agent) -> None:
     client.send(Barrier(1))
     assert agent.hear() == Barrier(1)
     agent.say(go(2), notice(2))
@@ -93,8 +96,7 @@ def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tupl
     assert client.wait_finish_or_fault(2, 5) == notice(2)
 
 
-def test_an_inquiry_is_answered_from_another_thread(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
+def test_an_inquiry_is_answered_from_another_thread(client: AgentClient, agent: Agent) -> None:
     asked_on: list[threading.Thread] = []
 
     def answer(inquiry: int) -> Answer:
@@ -107,8 +109,7 @@ def test_an_inquiry_is_answered_from_another_thread(pair: tuple[AgentClient, Age
     assert asked_on[0] is not threading.main_thread()
 
 
-def test_the_end_of_the_agent_wakes_who_waits(pair: tuple[AgentClient, Agent]) -> None:
-    client, agent = pair
+def test_the_end_of_the_agent_wakes_who_waits(client: AgentClient, agent: Agent) -> None:
     threading.Timer(0.05, agent.connection.close).start()
     with pytest.raises(AgentLostError):
         client.wait_go(0, 5)
@@ -117,8 +118,7 @@ def test_the_end_of_the_agent_wakes_who_waits(pair: tuple[AgentClient, Agent]) -
 
 
 @pytest.mark.parametrize("said", [b"nonsense\n", b'{"type":"hello"}\n'])
-def test_an_agent_that_does_not_keep_to_the_protocol_is_left(pair: tuple[AgentClient, Agent], said: bytes) -> None:
-    client, agent = pair
+def test_an_agent_that_breaks_the_protocol_is_left(client: AgentClient, agent: Agent, said: bytes) -> None:
     agent.connection.sendall(said)
     with pytest.raises(AgentLostError):
         client.wait_go(0, 5)

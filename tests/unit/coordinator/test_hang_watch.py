@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -106,9 +106,7 @@ def test_no_silence_is_waited_for_for_ever(silent: dict[int, _Silence], nproc: i
 
 
 @given(SILENT, st.sampled_from([1, 2, 4, 8]), st.integers(0, STEADY_LOOKS - 1))
-def test_where_nobody_shows_progress_one_look_is_no_evidence(
-    silent: dict[int, _Silence], nproc: int, steady: int
-) -> None:
+def test_without_progress_one_look_is_no_evidence(silent: dict[int, _Silence], nproc: int, steady: int) -> None:
     verdict = _judge(silent, 8, 8, nproc, CEILING_S, steady)
     assert verdict.finding in (_Finding.NOTHING, _Finding.ASK_AGAIN)
 
@@ -154,19 +152,17 @@ def test_of_a_stall_that_took_too_long_the_few_that_do_not_answer_are_given_up(
     found = _judge(silent, 8, 8, 2, CEILING_S)
     if age_s < CEILING_S:
         assert found.finding is _Finding.WAIT
-    elif gone:
-        assert (found.finding, found.ranks) == (_Finding.CULPRITS, gone)
     else:
-        assert (found.finding, found.ranks) == (_Finding.TOO_LONG, tuple(RANKS))
+        blamed = (_Finding.CULPRITS, gone) if gone else (_Finding.TOO_LONG, tuple(RANKS))
+        assert (found.finding, found.ranks) == blamed
 
 
 WAITS, ELSEWHERE, UNCLEAR = _Stance.WAITS, _Stance.ELSEWHERE, _Stance.UNCLEAR
 
 
-def on_gpus(launched: Mapping[int, Mapping[str, int]], *in_collective: int) -> dict[int, _Stance]:
-    """Return the stances of ranks on GPUs."""
-    answers = {rank: Answer(0, rank in in_collective, "", True, dict(each)) for rank, each in launched.items()}
-    return _stances_of(answers, is_complete=True)
+def on_gpus(launched: Mapping[int, Mapping[str, int]], is_complete: bool = True) -> dict[int, _Stance]:
+    answers = {rank: Answer(0, False, "", True, dict(each)) for rank, each in launched.items()}
+    return _stances_of(answers, is_complete)
 
 
 def test_who_waits_for_one_that_waits_is_no_culprit() -> None:
@@ -206,9 +202,7 @@ def test_without_evidence_nobody_is_accused(launched: Mapping[int, Mapping[str, 
 
 def test_who_is_behind_may_wait_for_one_that_has_not_answered() -> None:
     """Rank 1 waits for rank 2, which still beats and was not asked, and rank 0 waits for rank 1."""
-    launched = {0: {"a": 5}, 1: {"a": 4, "b": 3}}
-    answers = {rank: Answer(0, False, "", True, dict(each)) for rank, each in launched.items()}
-    assert _stances_of(answers, is_complete=False) == {0: WAITS, 1: UNCLEAR}
+    assert on_gpus({0: {"a": 5}, 1: {"a": 4, "b": 3}}, is_complete=False) == {0: WAITS, 1: UNCLEAR}
 
 
 def test_where_calls_return_when_they_are_done_the_stack_is_the_evidence() -> None:
@@ -338,38 +332,31 @@ def test_a_node_that_has_not_spoken_of_its_ranks_since_does_not_accuse_them(job:
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (1, 2), (2, 3)])
 def test_a_stall_that_many_share_is_waited_for_and_told(ranks: tuple[int, ...]) -> None:
-    job = Job(heartbeat_timeout_s=None).begin()
-    job.progress(3, longest_ms=1000)
-    job.sent.clear()
-    for age_s in range(28, 120):
-        job.later_s += 1.0
-        stall(job, ranks, age_s)
+    job = stalled(ranks, range(28, 120))
     assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
-    told = [line for line in job.said if "made no progress" in line]
-    assert len(told) == 1
-    assert "read in data.py:31" in told[0]
+    (told,) = [line for line in job.said if "made no progress" in line]
+    assert "read in data.py:31" in told
 
 
 def test_a_shared_stall_beyond_the_ceiling_is_an_incident_in_which_nobody_is_killed() -> None:
-    job = Job(heartbeat_timeout_s=None).begin()
-    job.progress(3, longest_ms=1000)
-    for age_s in range(30, 610):
-        job.later_s += 1.0
-        stall(job, (0, 1, 2, 3), age_s)
+    job = stalled((0, 1, 2, 3), range(30, 610))
     assert "incident 1: ranks 0-3 made no progress for 600 s at step 4" in job.said[-1]
     assert (len(job.take(FaultNotice)), job.take(Kill)) == (2, [])
     job.ready(*job.ranks)
     assert job.begun() == [1, 1]
 
 
-def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
-    """Have ``ranks`` make no progress in step 4 and answer so; the others wait for them in a collective."""
-    stack = 'File "/a/data.py", line 31, in read\n    file.read()\n'
-    if job.coordinator.job.outcome is not None or job.coordinator.job.phase is not Phase.RUNNING:
-        return
-    silent(job, *((rank, age_s, True) for rank in job.ranks))
-    job.tick()
-    answer(job, *ranks, stack=stack)
+def stalled(ranks: Sequence[int], ages_s: Iterable[int]) -> Job:
+    """Return a job whose ``ranks`` make no progress in step 4 and answer so; the others wait in a collective."""
+    job = Job(heartbeat_timeout_s=None).begin()
+    job.progress(3, longest_ms=1000)
+    for age_s in ages_s:
+        job.later_s += 1.0
+        if job.outcome is None and job.coordinator.job.phase is Phase.RUNNING:
+            silent(job, *((rank, age_s, True) for rank in job.ranks))
+            job.tick()
+            answer(job, *ranks, stack='File "/a/data.py", line 31, in read\n    file.read()\n')
+    return job
 
 
 def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(job: Job) -> None:

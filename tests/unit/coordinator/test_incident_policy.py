@@ -47,9 +47,7 @@ def decisions(*incidents: tuple[Cause, int], max_incidents: int | None = None) -
         ([(bug(), 3), (bug(5), 3), (bug(message="other"), 3)], False),
     ],
 )
-def test_the_third_equal_exception_without_progress_ends_the_job(
-    incidents: list[tuple[Cause, int]], is_the_end: bool
-) -> None:
+def test_a_third_equal_error_without_progress_ends_it(incidents: list[tuple[Cause, int]], is_the_end: bool) -> None:
     assert decisions(*incidents) == [False] * (len(incidents) - 1) + [is_the_end]
 
 

@@ -129,9 +129,7 @@ def test_the_median_of_all_but_one(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_a_node_with_slow_ranks_is_left_once_if_a_spare_is_free(
-    monkeypatch: pytest.MonkeyPatch, spares: int
-) -> None:
+def test_a_node_of_slow_ranks_is_left_once_if_a_spare_is_free(monkeypatch: pytest.MonkeyPatch, spares: int) -> None:
     found = [[_Straggler(rank, 9e5, 1e5, 0.0, False) for rank in (2, 3)]]
     monkeypatch.setattr(_Rule, "look", lambda rule, paces: (found.pop() if found else [], []))
     job = Job(move_stragglers=True).begin()

@@ -42,9 +42,7 @@ PARTS = [bytes([number]) * size for number, size in enumerate((0, 1, 5, 40, 40, 
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=9), st.lists(st.sampled_from(PARTS), max_size=5))))
-def test_parts_that_are_there_already_are_read_as_if_they_were_written_again(
-    board: Board, puts: list[tuple[int, bytes, list[bytes]]]
-) -> None:
+def test_parts_that_are_there_are_read_like_new(board: Board, puts: list[tuple[int, bytes, list[bytes]]]) -> None:
     reader = Board(os.dup(board.fd))
     for step, head, parts in puts:
         if len(parts) == 5:  # a snapshot of one piece between those of parts

@@ -54,7 +54,7 @@ def test_a_send_that_fails_says_so_in_the_next_turn_and_once(selector: selectors
 
 
 @pytest.mark.parametrize(("act", "told"), [("send", 1), ("close", 0)])
-def test_a_peer_that_dies_while_another_is_heard_does_no_harm(
+def test_a_peer_that_dies_in_the_same_turn_is_no_harm(
     selector: selectors.BaseSelector, act: str, told: int
 ) -> None:
     """Both events are of one turn; hearing the first makes the loop send to, or close, the second."""
@@ -78,9 +78,7 @@ def test_a_peer_that_dies_while_another_is_heard_does_no_harm(
     assert not selector.get_map()
 
 
-def test_a_peer_that_takes_nothing_is_given_up(
-    selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_takes_nothing_is_given_up(selector: selectors.BaseSelector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "MAX_WAITING_BYTES", 1_000_000)
     end = End(selector)
     for _ in range(100):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,14 +19,11 @@ class CheckedNode(CommandedNode):
 
     def __init__(self, folder: Path, script: str, timeout_s: float = 60.0) -> None:
         self.later_s = 0.0
-        path = folder / "check.sh"
-        path.write_text(f"cd '{folder}'\n{script}\n")
-        super().__init__(
-            folder,
-            device_check=f"sh '{path}'",
-            clock=lambda: time.monotonic() + self.later_s,
-            device_check_timeout_s=timeout_s,
-        )
+        self.check = folder / "check.sh"
+        self.check.write_text(f"#!/bin/sh\ncd '{folder}'\n{script}\n")
+        self.check.chmod(0o755)
+        check: dict[str, Any] = {"device_check": f"'{self.check}'", "device_check_timeout_s": timeout_s}
+        super().__init__(folder, clock=lambda: time.monotonic() + self.later_s, **check)
         self.until(lambda: self.agent.processes.can_start)
         self.spawn(0)
         self.until(lambda: self.is_started)
@@ -64,8 +62,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     yield make_node
     for node in made:
-        node.agent.close()
-        node.selector.close()
+        node.close()
     assert set(psutil.Process().children()) <= before, "every check is reaped"
 
 
@@ -79,14 +76,13 @@ def are_dead(found: list[int]) -> bool:
     return all(ProcessLook.at(pid).letter in (0, *b"ZX") for pid in found)
 
 
-def test_only_a_process_after_the_first_is_checked_with_the_environment_of_its_rank(
+def test_only_processes_after_the_first_are_checked_with_their_ranks_environment(
     make: Make, tmp_path: Path
 ) -> None:
     node = make('echo "$RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES" >> seen')
     assert not (tmp_path / "seen").exists()
     node.replace()
-    assert not node.is_started
-    assert node.agent.ranks[0].state is RankState.STARTING
+    assert (node.is_started, node.agent.ranks[0].state) == (False, RankState.STARTING)
     node.until(lambda: node.is_started)
     assert ((tmp_path / "seen").read_text(), node.reports, node.printed) == ("0 0 5\n", [], [])
 
@@ -109,8 +105,7 @@ def test_a_rank_is_not_started_if_the_check_fails_unless_it_is_said_so(make: Mak
     assert node.printed == [f"rank 0: the device check {how}"]
     for _ in range(5):
         node.tick()
-    assert not node.is_started
-    assert len(node.reports) == 1
+    assert (node.is_started, len(node.reports)) == (False, 1)
     node.spawn(1, anyway=True)
     node.until(lambda: node.is_started)
 
@@ -142,20 +137,11 @@ def test_a_rank_that_is_killed_during_its_check_has_ended_with_it(make: Make, tm
     assert not node.is_started
 
 
-def test_a_check_that_cannot_be_run_any_more_says_nothing_of_the_device(tmp_path: Path) -> None:
-    program = tmp_path / "check"
-    program.write_text("#!/bin/sh\nexit 0\n")
-    program.chmod(0o755)
-    node = CommandedNode(tmp_path, device_check=str(program), device_check_timeout_s=60.0)
-    node.tick()
-    node.agent.obey(Spawn(0, 0, 0, "", {}))
-    node.tick()
-    program.unlink()
-    node.ends(0)
-    node.agent.obey(Spawn(0, 1, 0, "1", {}))
-    wait_until(lambda: node.agent.ranks[0].pid is not None, meanwhile=node.tick)
+def test_a_check_that_cannot_be_run_any_more_says_nothing_of_the_device(make: Make) -> None:
+    node = make("exit 1")
+    node.check.unlink()
+    node.replace()
+    node.until(lambda: node.is_started)
     (said,) = node.printed
     assert said.startswith("rank 0 is started without a device check, which cannot be run: ")
-    assert str(program) in said
-    node.agent.close()
-    node.selector.close()
+    assert str(node.check) in said

@@ -59,9 +59,7 @@ def test_a_preloaded_script_does_once_what_every_rank_would_do(preloaded: Module
     assert asked == [("recipe", "a=1")]
 
 
-def test_what_cannot_be_done_before_the_ranks_is_left_to_them(
-    preloaded: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_fails_before_ranks_is_left_to_them(preloaded: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     prepare(Script(preloaded.__name__, module=True))  # it has nothing to prepare
     preloaded.before_ranks = lambda arguments: arguments[0]  # type: ignore[attr-defined]
     prepare(Script(preloaded.__name__, module=True))
