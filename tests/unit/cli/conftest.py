@@ -35,6 +35,15 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fi
     return configs
 
 
+def words_of(command: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the words of a command that is written as for a shell; set the variables before it."""
+    words = shlex.split(command)
+    variables = list(itertools.takewhile(lambda word: "=" in word, words))
+    for variable in variables:
+        monkeypatch.setenv(*variable.split("=", 1))
+    return words[len(variables) :]
+
+
 def status_of(words: list[str]) -> int:
     try:
         return main(words)
@@ -49,17 +58,10 @@ Refused = Callable[[str], str]
 def refused(
     launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Refused:
-    """Return a function that runs a command that starts and leaves nothing, and returns the line that says why.
-
-    The command is written as for a shell, after any variables.
-    """
+    """Return a function that runs a command that starts and leaves nothing, and returns the line that says why."""
 
     def refuse(command: str) -> str:
-        words = shlex.split(command)
-        variables = list(itertools.takewhile(lambda word: "=" in word, words))
-        for variable in variables:
-            monkeypatch.setenv(*variable.split("=", 1))
-        assert status_of(words[len(variables) :]) == 2
+        assert status_of(words_of(command, monkeypatch)) == 2
         out, err = capsys.readouterr()
         *before, last = err.splitlines()
         assert out == ""

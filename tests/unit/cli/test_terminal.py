@@ -21,22 +21,21 @@ FIRST, LAST = f"incident 1: {CAUSE}; recovering", "incident 1: recovered in 1.25
 RANKS = (0, 1)
 
 
-def begin(log: EventLog) -> None:
-    log.emit(EventName.JOB, "begin", generation=0, nproc=len(RANKS), nnodes=1)
-
-
 def ranks_end(log: EventLog, generation: int, *stages: str, ranks: tuple[int, ...] = RANKS, **fields: Any) -> None:
     for stage in stages:
         for rank in ranks:
             log.emit(EventName(stage), "end", generation=generation, rank=rank, seconds=0.1 * (rank + 1), **fields)
 
 
+def detect(log: EventLog, generation: int, name: str) -> None:
+    more: dict[str, Any] = {"cause": CAUSE, "culprit": 1, "how": "exception"}
+    log.emit(EventName.DETECT, "point", generation=generation, incident=name, **more)
+
+
 def incident(log: EventLog, number: int = 1) -> None:
     """Log an incident from the fault of generation ``number - 1`` until all ranks may enter the next one."""
     generation, name = number - 1, str(number)
-    log.emit(
-        EventName.DETECT, "point", generation=generation, incident=name, cause=CAUSE, culprit=1, how="exception"
-    )
+    detect(log, generation, name)
     ranks_end(log, generation, "abort", "finalize", "health")
     for rank in RANKS:
         log.emit(EventName.BARRIER, "begin", generation=generation, rank=rank, incident=name)
@@ -58,7 +57,10 @@ def recovered(log: EventLog, number: int = 1) -> None:
 
 @pytest.fixture
 def log(tmp_path: Path) -> EventLog:
-    return EventLog(tmp_path / EVENTS_FILE, node=0)
+    """Provide the log of a job that has begun."""
+    made = EventLog(tmp_path / EVENTS_FILE, node=0)
+    made.emit(EventName.JOB, "begin", generation=0, nproc=len(RANKS), nnodes=1)
+    return made
 
 
 @pytest.fixture
@@ -75,15 +77,13 @@ def told(narrator: _Narrator, log: EventLog) -> list[str]:
 
 
 def test_an_incident_is_a_block_of_a_dozen_lines(narrator: _Narrator, log: EventLog) -> None:
-    begin(log)
     incident(log)
     log.emit(EventName.RESPAWN, "begin", generation=1, rank=1, incident="1")
     recovery(log)
     recovered(log)
     lines = told(narrator, log)
-    assert [line.split()[0] for line in lines] == [
-        *("abort", "finalize", "barrier", "init", "rebuild", "decide", "transfer", "first_step")
-    ]
+    stages = "abort finalize barrier init rebuild decide transfer first_step"
+    assert [line.split()[0] for line in lines] == stages.split()
     assert "rank 1 filled with 1.63 MB from rank 0" in lines[6]
     assert "resume after step 2" in lines[5]
     assert "0.20 s" in lines[0]  # the slowest rank's
@@ -91,7 +91,6 @@ def test_an_incident_is_a_block_of_a_dozen_lines(narrator: _Narrator, log: Event
 
 
 def test_other_coordinators_incidents_are_theirs(tmp_path: Path, log: EventLog) -> None:
-    begin(log)
     incident(log)
     recovery(log)
     recovered(log)
@@ -100,7 +99,6 @@ def test_other_coordinators_incidents_are_theirs(tmp_path: Path, log: EventLog) 
 
 
 def test_a_second_fault_begins_a_second_block(narrator: _Narrator, log: EventLog) -> None:
-    begin(log)
     incident(log)
     ranks_end(log, 1, "init")
     incident(log, 2)
@@ -113,7 +111,6 @@ def test_a_second_fault_begins_a_second_block(narrator: _Narrator, log: EventLog
 
 
 def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: _Narrator, log: EventLog) -> None:
-    begin(log)
     incident(log)
     ranks_end(log, 1, "decide", target=2)
     ranks_end(log, 1, "transfer", bytes=0, sources=[])
@@ -125,10 +122,7 @@ def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: _Narrator, lo
 
 
 @pytest.mark.parametrize("is_late", [True, False], ids=["the-start's-word-is-late", "a-successor-of-a-move-waited"])
-def test_a_wait_while_training_went_on_is_not_the_wait_of_the_incident(
-    narrator: _Narrator, log: EventLog, is_late: bool
-) -> None:
-    begin(log)
+def test_a_wait_during_training_is_not_the_incidents(narrator: _Narrator, log: EventLog, is_late: bool) -> None:
     words = (EventName.BARRIER, 1), (EventName.GO, None)
     for word, rank in words if is_late else words[::-1]:
         log.emit(word, "point" if rank is None else "begin", generation=0, rank=rank)
@@ -148,27 +142,21 @@ def test_a_wait_while_training_went_on_is_not_the_wait_of_the_incident(
 
 
 def test_a_long_import_is_told_of(narrator: _Narrator, log: EventLog) -> None:
-    begin(log)
     told(narrator, log)  # at 0 s
-    assert not list(narrator.tick(1.0))
-    first, second = (list(narrator.tick(at_s)) for at_s in (3.0, 4.0))
-    assert first == ["importing what the ranks need, once for all of them: 3 s so far"]
-    assert not second
+    said = [list(narrator.tick(at_s)) for at_s in (1.0, 3.0, 4.0)]
+    assert said == [[], ["importing what the ranks need, once for all of them: 3 s so far"], []]
     assert len(list(narrator.tick(20.0))) == 1
     log.emit(EventName.PRELOAD, "point", generation=0, seconds=20.0, failed=[])
-    for event in list(read_events(log.path.parent))[1:] if log.path is not None else []:
-        list(narrator.take(event, 21.0))
+    told(narrator, log)
     assert not list(narrator.tick(60.0))
 
 
 def test_silence_is_broken(narrator: _Narrator, log: EventLog) -> None:
-    begin(log)
-    log.emit(EventName.DETECT, "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="exception")
+    detect(log, 0, "1")
     log.emit(EventName.BARRIER, "begin", generation=0, rank=0)
     told(narrator, log)
-    assert list(narrator.tick(4.0)) == []
-    assert list(narrator.tick(6.0)) == ["  barrier: 1 of 2 ranks are here; waiting for the others"]
-    assert list(narrator.tick(7.0)) == []
+    said = [list(narrator.tick(at_s)) for at_s in (4.0, 6.0, 7.0)]
+    assert said == [[], ["  barrier: 1 of 2 ranks are here; waiting for the others"], []]
 
 
 def test_the_terminal_shows_each_line_once_and_in_order(tmp_path: Path, log: EventLog) -> None:
@@ -176,7 +164,6 @@ def test_the_terminal_shows_each_line_once_and_in_order(tmp_path: Path, log: Eve
     with Terminal(shown.append, tmp_path, 0) as terminal:
         terminal.say("hello")
         terminal.say("hello")
-        begin(log)
         terminal.say(FIRST)
         incident(log)
         recovery(log)
@@ -199,9 +186,7 @@ def test_lines_are_shown_although_the_clock_is_put_back(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])  # whoever opens a pipe to read waits for a writer
-def test_without_a_log_that_can_be_read_at_once_the_agents_lines_are_shown(
-    tmp_path: Path, make: Callable[[Path], None]
-) -> None:
+def test_without_a_readable_log_the_agents_lines_are_shown(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / EVENTS_FILE
     make(path)
     shown: list[str] = []
@@ -239,7 +224,6 @@ def test_odd_lines_and_errors_do_not_silence_the_terminal(
         raise RuntimeError("a defect of ours")
 
     with Terminal(write, tmp_path, 0) as terminal:
-        begin(log)
         assert scribe.flush()
         whole = (tmp_path / EVENTS_FILE).read_bytes()
         for odd in (b"Infinity", b"1" + b"0" * 400, b'"soon"'):
@@ -271,18 +255,16 @@ def test_it_says_steps_incidents_seconds_and_where_the_report_is(tmp_path: Path)
     took_s = [run.incident(31.0, "1", committed=21) - 31.1, run.incident(51.0, "2", committed=41) - 51.1]
     run.end(100.0, step=85)
     line = closing_line(run.write(tmp_path / "run"), 0)
-    assert line == (
-        f"done: 85 steps, 2 incidents, {sum(took_s):.2f} s lost; report: checkpointless report {tmp_path / 'run'}"
-    )
+    done = f"done: 85 steps, 2 incidents, {sum(took_s):.2f} s lost"
+    assert line == f"{done}; report: checkpointless report {tmp_path / 'run'}"
 
 
 def test_only_the_steps_of_this_run_count(tmp_path: Path) -> None:
     run = MadeUpRun(ranks=1)
     run.span(10.0, "first_step", 0, step=101)
     run.end(20.0, step=140)
-    assert closing_line(run.write(tmp_path / "a run"), 1) == (
-        f"failed: 40 steps, no incidents; report: checkpointless report '{tmp_path / 'a run'}'"
-    )
+    report = f"checkpointless report '{tmp_path / 'a run'}'"
+    assert closing_line(run.write(tmp_path / "a run"), 1) == f"failed: 40 steps, no incidents; report: {report}"
 
 
 def test_a_job_without_steps_and_incidents_says_nothing_and_one_with_incidents_counts_these(tmp_path: Path) -> None:

@@ -65,8 +65,7 @@ def test_a_launch_line_of_torchruns_documentation_starts(launched: list[LaunchCo
     assert start("--nnodes=1:1 --nproc_per_node=2 --rdzv_id=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:0") == 0
     assert start("--nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=node0 --master-port=1234") == 0
     assert start("--nnodes=2 --node_rank=1 --nproc_per_node=2 --master_addr=node0") == 0
-    assert [config.nproc_per_node for config in launched] == [2] * 4
-    assert [config.nnodes for config in launched] == [1, 1, 2, 2]
+    assert [(config.nnodes, config.nproc_per_node) for config in launched] == [(1, 2), (1, 2), (2, 2), (2, 2)]
     assert [config.endpoint for config in launched[2:]] == [("node0", 1234), ("node0", 29400)]
 
 

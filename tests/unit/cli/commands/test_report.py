@@ -58,14 +58,12 @@ def test_the_traceback_of_the_rank_that_failed_is_on_the_page(tmp_path: Path, sh
     assert "ValueError: of rank 0" not in (tmp_path / "r.html").read_text()
 
 
-def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
-    tmp_path: Path, shown: Callable[..., str]
-) -> None:
+def test_empty_torn_and_unfinished_logs_are_shown_as_they_are(tmp_path: Path, shown: Callable[..., str]) -> None:
     (tmp_path / EVENTS_FILE).write_text("")
-    outputs = [str(tmp_path / name) for name in ("r.json", "r.html", "t.json")]
-    argv = [str(tmp_path), "--json", outputs[0], "--html", outputs[1], "--trace", outputs[2]]
-    assert "nothing recorded" in shown(*argv)
-    assert "nothing recorded" in Path(outputs[1]).read_text()
+    page = tmp_path / "r.html"
+    argv = [str(tmp_path), "--json", f"{page}.json", "--html", str(page), "--trace", f"{page}.trace"]
+    for said in (shown(*argv), page.read_text()):
+        assert "nothing recorded" in said
     run, _ = simple_run()
     run.events.pop()
     run.write(tmp_path)
@@ -113,9 +111,7 @@ def test_runs_that_are_no_job_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("option", ["--json", "--html", "--trace"])
-def test_a_file_that_cannot_be_written_is_one_line(
-    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_file_is_one_line(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = simple_run()
     assert main(["report", str(run.write(tmp_path)), option, str(tmp_path / "no" / "file")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
