@@ -66,16 +66,8 @@ class MadeUpRun:
         culprit, until = about.get("culprit", 1), about.get("until", "first_step")
         if "spec" in about:
             self.add(at_s, EventName.FAULT_INJECTED, "point", culprit, spec=about["spec"], step=committed + 1)
-        how = about.get("how", "exception")
-        self.add(
-            at_s + 0.1,
-            "detect",
-            "point",
-            incident=name,
-            cause=cause or f"rank {culprit} failed",
-            culprit=culprit,
-            how=how,
-        )
+        why = {"cause": cause or f"rank {culprit} failed", "how": about.get("how", "exception")}
+        self.add(at_s + 0.1, "detect", "point", incident=name, culprit=culprit, **why)
         self.add(at_s + 0.1, "notify", "begin", incident=name)
         self.add(at_s + 0.15, "notify", "end", incident=name, ranks=list(range(self.ranks)))
         at_s += 0.2

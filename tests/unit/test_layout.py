@@ -17,25 +17,18 @@ from tests.unit.megatron_groups import megatron
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     size = st.sampled_from([1, 2, 3, 4])
-    tensor, pipeline, context, expert, expert_tensor, times = (draw(size) for _ in range(6))
+    sizes: dict[str, Any] = {
+        name: draw(size) for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")
+    }
     instances = draw(st.sampled_from([1, 2, 2, 3]))
-    model = math.lcm(tensor * context * instances, expert * expert_tensor * instances) * pipeline
+    dense, experts = sizes["tensor"] * sizes["context"], sizes["expert"] * sizes["expert_tensor"]
+    model = math.lcm(dense * instances, experts * instances) * sizes["pipeline"]
     assume(model <= 192)
-    world = model * times
+    world = model * draw(size)
     ranks_per_node = draw(st.sampled_from([size for size in range(1, 17) if world % size == 0]))
-    return Layout(
-        world_size=world,
-        ranks_per_node=ranks_per_node,
-        tensor=tensor,
-        pipeline=pipeline,
-        context=context,
-        expert=expert,
-        expert_tensor=expert_tensor,
-        instances=instances,
-        global_batch=world,
-        pipeline_before_data=draw(st.booleans())
-        and tensor * context == expert * expert_tensor,  # Megatron's condition
-    )
+    before = draw(st.booleans()) and dense == experts  # Megatron's condition
+    layout = Layout(world, ranks_per_node, **sizes, instances=instances, global_batch=world)
+    return replace(layout, pipeline_before_data=before)
 
 
 @pytest.mark.nemo

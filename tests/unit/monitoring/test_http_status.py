@@ -81,20 +81,12 @@ def ask(where: tuple[str, int], path: str = "/status", headers: str = "") -> byt
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost:9400", 200),
-        ("LOCALHOST", 200),
-        ("127.0.0.1:9400", 200),
-        ("[::1]:9400", 200),
-        ("10.1.2.3", 200),
-        ("rebound.example:9400", 421),
-        ("localhost.rebound.example", 421),
-        ("[", 421),
-    ],
-)
-def test_a_server_on_loopback_answers_to_no_sites_name(host: str, status: int) -> None:
+OWN_NAMES = ("localhost:9400", "LOCALHOST", "127.0.0.1:9400", "[::1]:9400", "10.1.2.3")
+
+
+@pytest.mark.parametrize("host", [*OWN_NAMES, "rebound.example:9400", "localhost.rebound.example", "["])
+def test_a_server_on_loopback_answers_to_no_sites_name(host: str) -> None:
+    status = 200 if host in OWN_NAMES else 421
     with serving() as where:
         assert ask(where, headers=f"Host: {host}\r\n").startswith(f"HTTP/1.0 {status} ".encode())
 
@@ -164,9 +156,8 @@ def test_nothing_is_written_to_the_terminal(
         monkeypatch.setattr(http_status, "_page_at", lambda *_: 1 / 0)
         assert ask(where) == b""
     assert capfd.readouterr() == ("", "")
-    assert [record.message for record in caplog.records if record.levelname != "DEBUG"] == [
-        "HTTP: a request could not be answered"
-    ]
+    (told,) = [record.message for record in caplog.records if record.levelname != "DEBUG"]
+    assert told == "HTTP: a request could not be answered"
 
 
 @pytest.mark.parametrize("host", ["not-a-host.invalid", "a..b", "203.0.113.7"])

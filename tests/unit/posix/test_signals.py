@@ -19,26 +19,20 @@ def _as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [*ENDING, *PASSED_ON])
-def test_a_signal_is_noted_and_has_its_action_again_afterwards(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    came: list[int] = []
-    with handling([number], came.append):
-        signal.raise_signal(number)
-    assert (came, signal.getsignal(number)) == ([number], signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(
-    ("number", "comes"), [(signal.SIGHUP, False), (signal.SIGUSR1, False), (signal.SIGINT, True)]
+    ("number", "action", "comes"),
+    [
+        *((number, signal.SIG_DFL, True) for number in (*ENDING, *PASSED_ON)),
+        *((number, signal.SIG_IGN, False) for number in (signal.SIGHUP, signal.SIGUSR1)),  # as nohup does
+        (signal.SIGINT, signal.SIG_IGN, True),  # as a shell does in the background
+    ],
 )
-def test_what_nohup_has_ignored_stays_ignored_but_not_what_a_shell_ignores_in_the_background(
-    number: int, comes: bool
-) -> None:
-    signal.signal(number, signal.SIG_IGN)
+def test_a_signal_is_noted_and_has_its_action_again_afterwards(number: int, action: int, comes: bool) -> None:
+    signal.signal(number, action)
     came: list[int] = []
     with handling([number], came.append):
         signal.raise_signal(number)
-    assert (bool(came), signal.getsignal(number)) == (comes, signal.SIG_IGN)
+    assert (came, signal.getsignal(number)) == ([number] * comes, action)
 
 
 def test_a_forked_process_forgets_handlers_and_keeps_what_is_ignored() -> None:

@@ -89,9 +89,7 @@ def say_where(folder: Path) -> None:
     (folder / "where").write_text(util.get_temp_dir())
 
 
-def test_a_rank_and_what_it_starts_have_one_folder_which_is_known_by_its_pid(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_and_what_it_starts_have_one_folder_that_its_pid_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
     with private_folder() as folder:
         assert folder is not None

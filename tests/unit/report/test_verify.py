@@ -21,6 +21,7 @@ from checkpointless.observability.telemetry.steps import (
 )
 
 Recorded = dict[int, list[StepRecord]]
+Names = tuple[tuple[str, ...], ...]
 
 
 def run(ranks: int, steps: int) -> Recorded:
@@ -66,9 +67,7 @@ def test_a_step_that_was_lost_and_made_again_is_compared() -> None:
     assert verdict.made_again == (_StepPlace("B", 1, 4),)
     assert verdict.sentence.endswith("bit by bit; gone back, and made again: steps 4 on rank 1 of run B")
     assert not compare(calm, rough).equal
-    assert not compare(calm, rough, gone_back=(frozenset({4}), frozenset())).equal, (
-        "it is the other run that went back"
-    )
+    assert not compare(calm, rough, gone_back=(frozenset({4}), frozenset())).equal, "the other run went back"
     rough[1][3] = replace(rough[1][3], loss=(0.5).hex())
     verdict = compare(calm, rough, gone_back=(frozenset(), frozenset({4})))
     assert not verdict.equal
@@ -152,21 +151,11 @@ EXTRAS: dict[str, Any] = dict(
 )
 
 
-def recording(
-    steps: int = 4,
-    validated: tuple[int, ...] = (2, 4),
-    checkpoints: tuple[tuple[str, ...], ...] | None = (("step=2", "step=4"),),
-) -> Recording:
+def recording(validated: tuple[int, ...] = (2, 4), checkpoints: Names = (("step=2", "step=4"),)) -> Recording:
     """Make up a recording of two ranks with all that can be recorded."""
-    records = {rank: [replace(record, **EXTRAS) for record in run] for rank, run in run_of(2, steps).items()}
-    metrics = {"val_loss": (1.5).hex()}
-    validations = {
-        rank: [ValidationRecord(step, metrics, {"Average": "1"}) for step in validated] for rank in (0, 1)
-    }
-    return Recording(records, validations, checkpoints)
-
-
-run_of = run
+    records = {rank: [replace(record, **EXTRAS) for record in made] for rank, made in run(2, 4).items()}
+    validations = [ValidationRecord(step, {"val_loss": (1.5).hex()}, {"Average": "1"}) for step in validated]
+    return Recording(records, {0: validations, 1: validations}, checkpoints)
 
 
 def changed_at(step: int, rank: int, **changes: Any) -> Recording:
@@ -178,45 +167,33 @@ def changed_at(step: int, rank: int, **changes: Any) -> Recording:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"buffers": "c"}, "buffers of step 3 on rank 1 differs"),
-        ({"lr": ((0.1).hex(), (0.3).hex())}, "learning rates of step 3 on rank 1 differs"),
-        ({"loss_scale": None}, "loss scale of step 3 on rank 1 differs"),
-        ({"module": "n"}, "state of the module of step 3 on rank 1 differs"),
-        ({"data": "e"}, "state of the data module of step 3 on rank 1 differs"),
-        (
-            {"callbacks": {**EXTRAS["callbacks"], "Average": "2"}},
-            "state of callback Average of step 3 on rank 1 differs",
-        ),
-        (
-            {"callbacks": {"Average": "1"}},
-            "state of callback EarlyStopping{'monitor': 'val_loss'} of step 3 on rank 1 differs",
-        ),
+        ({"buffers": "c"}, "buffers"),
+        ({"lr": ((0.1).hex(), (0.3).hex())}, "learning rates"),
+        ({"loss_scale": None}, "loss scale"),
+        ({"module": "n"}, "state of the module"),
+        ({"data": "e"}, "state of the data module"),
+        ({"callbacks": {**EXTRAS["callbacks"], "Average": "2"}}, "state of callback Average"),
+        ({"callbacks": {"Average": "1"}}, "state of callback EarlyStopping{'monitor': 'val_loss'}"),
     ],
 )
 def test_the_sentence_names_the_first_thing_that_differs(changes: dict[str, Any], says: str) -> None:
     other = changed_at(3, 1, **changes)
     for verdict in (compare(recording(), other), compare(other, recording())):
-        assert verdict.sentence == f"not equal: {says}"
+        assert verdict.sentence == f"not equal: {says} of step 3 on rank 1 differs"
         assert verdict.difference is not None
         assert (verdict.difference.step, verdict.difference.rank) == (3, 1)
 
 
 def test_validations_are_compared_by_what_they_ended_with() -> None:
     other = recording()
-    other.validations = {
-        **other.validations,
-        1: [ValidationRecord(2, {"val_loss": (1.75).hex()}), other.validations[1][1]],
-    }
+    kept = other.validations[0]
+    other.validations = {0: kept, 1: [ValidationRecord(2, {"val_loss": (1.75).hex()}), kept[1]]}
     verdict = compare(recording(), other)
     assert verdict.sentence == "not equal: val_loss of the validation after step 2 on rank 1 differs, by 0.25"
-
-    other = recording()
-    other.validations = {
-        rank: [replace(each, callbacks={"Average": "2"}) for each in run] for rank, run in other.validations.items()
-    }
-    assert (
-        "state of callback Average of the validation after step 2 on rank 0" in compare(other, recording()).sentence
-    )
+    changed = [replace(each, callbacks={"Average": "2"}) for each in kept]
+    other.validations = {0: changed, 1: changed}
+    says = "state of callback Average of the validation after step 2 on rank 0"
+    assert says in compare(other, recording()).sentence
 
 
 def test_a_validation_that_is_missing_makes_runs_unequal() -> None:
@@ -230,10 +207,8 @@ def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
     more = compare(recording(), recording(validated=(2, 2, 4)))
     assert more.equal
     assert more.again == tuple(_StepPlace("B", rank, 2) for rank in (0, 1))
-    assert more.sentence.endswith(
-        "bit by bit; validated again, with the same results, after steps: "
-        "2 on rank 0 of run B, 2 on rank 1 of run B"
-    )
+    again = "validated again, with the same results, after steps: 2 on rank 0 of run B"
+    assert more.sentence.endswith(f"bit by bit; {again}, 2 on rank 1 of run B")
     other = recording(validated=(2, 2, 4))
     first, *rest = other.validations[1]
     for changed in (replace(first, metrics={"val_loss": (0.5).hex()}), replace(first, callbacks={"Average": "2"})):
@@ -241,10 +216,8 @@ def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
         verdict = compare(recording(), other)
         assert not verdict.equal
         assert verdict.repeated_validations == (_StepPlace("B", 1, 2),)
-        assert verdict.sentence == (
-            "not equal: repeated validations of different results after steps: 2 on rank 1 of run B"
-            "; validated again, with the same results, after steps: 2 on rank 0 of run B"
-        )
+        repeated = "not equal: repeated validations of different results after steps: 2 on rank 1 of run B"
+        assert verdict.sentence == f"{repeated}; {again}"
 
 
 def test_a_checkpoint_that_only_one_run_has_is_named() -> None:
@@ -261,9 +234,8 @@ def test_what_an_older_recording_lacks_is_not_compared_and_said() -> None:
     assert verdict.equal
     for name in ("buffers", "learning rates", "state of callback Average", "validations", "checkpoints"):
         assert f"{name} (only in run B)" in verdict.sentence
-    assert compare(recording(), old).not_compared == tuple(
-        text.replace("run B", "run A") for text in verdict.not_compared
-    )
+    swapped = tuple(text.replace("run B", "run A") for text in verdict.not_compared)
+    assert compare(recording(), old).not_compared == swapped
 
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:
@@ -292,10 +264,9 @@ def test_verify_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_report_reads_incidents_levels_and_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(RUNS / "rough"), "--json", "-"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert [
-        (each["how"], each["rung"], each["resumed_after"], each["sources"], each["outcome"])
-        for each in report["incidents"]
-    ] == [("exception", "in-process", 1, [], "resumed"), ("SIGKILL", "process", 4, [1], "resumed")]
-    assert [round(each["headline_s"], 2) for each in report["incidents"]] == [0.23, 0.71]
-    assert all(sum(each["tiles_s"].values()) == pytest.approx(each["headline_s"]) for each in report["incidents"])
+    incidents = json.loads(capsys.readouterr().out)["incidents"]
+    keys = ("how", "rung", "resumed_after", "sources", "outcome")
+    found = [[each[key] for key in keys] for each in incidents]
+    assert found == [["exception", "in-process", 1, [], "resumed"], ["SIGKILL", "process", 4, [1], "resumed"]]
+    assert [round(each["headline_s"], 2) for each in incidents] == [0.23, 0.71]
+    assert all(sum(each["tiles_s"].values()) == pytest.approx(each["headline_s"]) for each in incidents)

@@ -37,9 +37,7 @@ def stages(run_dir: Path) -> list[str]:
     return [event.stage for event in read_events(run_dir)]
 
 
-def test_nobody_waits_for_a_disk_that_has_stopped_and_the_events_come_when_it_is_back(
-    tmp_path: Path, mine: _Scribe
-) -> None:
+def test_nobody_waits_for_a_stopped_disk_and_events_come_when_it_is_back(tmp_path: Path, mine: _Scribe) -> None:
     log, stopped = EventLog(tmp_path / EVENTS_FILE), StoppedPaths(tmp_path / EVENTS_FILE)
     for number in range(50):
         log.emit(EventName.DATA, "point", generation=number)
@@ -156,9 +154,7 @@ def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_pat
     assert {(at, "begin"), (at, "end")} <= set(hits)
 
 
-def test_no_instruction_at_which_a_message_is_interrupted_costs_another_one(
-    mine: _Scribe, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_interrupted_message_costs_another(mine: _Scribe, caplog: pytest.LogCaptureFixture) -> None:
     package = logging.getLogger("checkpointless.test")
     at = 0
     interrupted = True
@@ -177,9 +173,7 @@ def test_no_instruction_at_which_a_message_is_interrupted_costs_another_one(
     assert f"hit {at}" in caplog.messages
 
 
-def test_a_message_waits_for_no_handler_and_says_what_was_when_it_was_written(
-    mine: _Scribe, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_message_waits_for_no_handler_and_says_what_was(mine: _Scribe, caplog: pytest.LogCaptureFixture) -> None:
     gate = threading.Event()
     mine.put(gate.wait)
     ranks = [1]
@@ -200,9 +194,7 @@ def test_a_message_waits_for_no_handler_and_says_what_was_when_it_was_written(
     assert caplog.messages[-1] == "as before"
 
 
-def test_a_step_waits_for_a_stopped_disk_no_longer_than_a_moment_and_is_not_lost(
-    tmp_path: Path, mine: _Scribe
-) -> None:
+def test_a_step_waits_for_a_stopped_disk_but_a_moment_and_is_not_lost(tmp_path: Path, mine: _Scribe) -> None:
     log = StepLog(tmp_path, 0)
     gate = threading.Event()
     mine.put(gate.wait)
@@ -212,9 +204,7 @@ def test_a_step_waits_for_a_stopped_disk_no_longer_than_a_moment_and_is_not_lost
     assert log.last_step() == 1
 
 
-def test_a_step_that_could_not_be_written_is_said_at_the_next_one_at_the_latest(
-    tmp_path: Path, mine: _Scribe
-) -> None:
+def test_a_step_that_could_not_be_written_is_said_at_the_next_at_the_latest(tmp_path: Path, mine: _Scribe) -> None:
     log = StepLog(tmp_path, 0)
     log.path.parent.rmdir()
     with pytest.raises(FileNotFoundError):
