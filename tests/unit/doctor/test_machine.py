@@ -42,10 +42,8 @@ def test_a_folder_is_written_and_left_as_it_was(tmp_path: Path) -> None:
     assert (full.severity, full.todo) == (Severity.WARNING, "free it")
     assert " of it free" in full.seen
     missing = node._folder(tmp_path / "not", 1, "here", "free it")
-    assert (missing.severity, missing.seen) == (
-        Severity.ERROR,
-        f"{tmp_path / 'not'} cannot be written: No such file or directory",
-    )
+    gone = f"{tmp_path / 'not'} cannot be written: No such file or directory"
+    assert (missing.severity, missing.seen) == (Severity.ERROR, gone)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -129,6 +127,12 @@ NEEDED = {
     **{"megatron-core": "<0.16,>=0.15", "Python": ">=3.10"},
 }
 WITHOUT_NEMO = {name: PACKAGES[name] for name in ("torch", "lightning", "rich")}
+TESTED = "tested: 0.3 with 0.16 and 0.6 with 0.19"
+OLD = "The NVIDIA driver on your system is too old"
+
+
+def bridge(own: str, core: str) -> dict[str, Any]:
+    return {"packages": {**WITHOUT_NEMO, "megatron-bridge": own, "megatron-core": core}}
 
 
 @pytest.fixture
@@ -150,9 +154,8 @@ def test_what_is_recent_enough_is_right(wrong: Wrong) -> None:
     assert wrong() == []
     assert wrong(packages={**PACKAGES, "lightning": "2.5.3", "rich": "15.0.0"}) == []
     assert wrong(cpu=True, torch=_Torch()) == []
-    for bridge, core in (("0.3.1", "0.16.1"), ("0.6.2", "0.19.2")):
-        packages = {**WITHOUT_NEMO, "megatron-bridge": bridge, "megatron-core": core}
-        assert wrong(packages=packages) == []
+    for versions in (("0.3.1", "0.16.1"), ("0.6.2", "0.19.2")):
+        assert wrong(**bridge(*versions)) == []
 
 
 @pytest.mark.parametrize(
@@ -165,25 +168,13 @@ def test_what_is_recent_enough_is_right(wrong: Wrong) -> None:
             Severity.WARNING,
             "nemo_toolkit 2.7.3 with megatron-core 0.16.0; tested: 2.7 with 0.15",
         ),
-        (
-            dict(packages={**WITHOUT_NEMO, "megatron-bridge": "0.6.2", "megatron-core": "0.16.1"}),
-            Severity.WARNING,
-            "megatron-bridge 0.6.2 with megatron-core 0.16.1; tested: 0.3 with 0.16 and 0.6 with 0.19",
-        ),
-        (
-            dict(packages={**WITHOUT_NEMO, "megatron-bridge": "0.7.0", "megatron-core": "0.20.0"}),
-            Severity.WARNING,
-            "megatron-bridge 0.7.0 with megatron-core 0.20.0; tested: 0.3 with 0.16 and 0.6 with 0.19",
-        ),
+        (bridge("0.6.2", "0.16.1"), Severity.WARNING, f"megatron-bridge 0.6.2 with megatron-core 0.16.1; {TESTED}"),
+        (bridge("0.7.0", "0.20.0"), Severity.WARNING, f"megatron-bridge 0.7.0 with megatron-core 0.20.0; {TESTED}"),
         (dict(packages={"torch": "2.7", "rich": "15"}), Severity.ERROR, "lightning is not installed"),
         (dict(torch=_Torch((2, 21, 5), True)), Severity.WARNING, "NCCL 2.21.5: aborting"),
         (dict(torch=_Torch()), Severity.WARNING, "over gloo, though there is a GPU"),
         (dict(torch=_Torch(error="torch cannot be imported: x")), Severity.ERROR, "cannot be imported"),
-        (
-            dict(torch=_Torch((2, 26, 2), warning="The NVIDIA driver on your system is too old")),
-            Severity.ERROR,
-            "torch can use no GPU: The NVIDIA driver on your system is too old",
-        ),
+        (dict(torch=_Torch((2, 26, 2), warning=OLD)), Severity.ERROR, f"torch can use no GPU: {OLD}"),
     ],
 )
 def test_what_is_wrong_is_said(wrong: Wrong, seen: dict[str, Any], severity: Severity, words: str) -> None:

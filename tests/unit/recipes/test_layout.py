@@ -57,24 +57,18 @@ def test_replica_groups_are_megatrons_at_the_real_world_size(recipe: str, monkey
         assert sorted(groups["HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1"]) == layout.replica_groups()
         assert len(groups["DATA_PARALLEL_GROUP"][0]) == layout.data
         assert len(groups["EXPERT_DATA_PARALLEL_GROUP"][0]) == layout.expert_data
-        shards = {len(ranks) for ranks in groups["INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"]}
-        assert shards == {layout.shards}
-        shards = {len(ranks) for ranks in groups["HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0"]}
-        assert shards == {layout.expert_shards}
+        assert set(map(len, groups["INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"])) == {layout.shards}
+        assert set(map(len, groups["HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0"])) == {layout.expert_shards}
+
+
+ALONE, PLAIN = "strategy.num_distributed_optimizer_instances=1", "optim.config.use_distributed_optimizer=false"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["strategy.num_distributed_optimizer_instances=1"], "set strategy.num_distributed_optimizer_instances=2"),
-        (
-            [
-                "optim.config.use_distributed_optimizer=false",
-                "strategy.num_distributed_optimizer_instances=1",
-                "strategy.tensor_model_parallel_size=4",
-            ],
-            "use more, or smaller parallel sizes",
-        ),
+        ([ALONE], "set strategy.num_distributed_optimizer_instances=2"),
+        ([ALONE, PLAIN, "strategy.tensor_model_parallel_size=4"], "use more, or smaller parallel sizes"),
     ],
 )
 def test_no_replica_is_one_line_that_says_what_to_set(overrides: list[str], message: str) -> None:
@@ -110,9 +104,8 @@ def test_the_loss_of_a_node_is_said_plainly() -> None:
 def test_what_it_shows_is_the_recipe_as_it_would_be_trained() -> None:
     layout = replace(layout_of(load("llama3_8b_pretrain")), world_size=12, ranks_per_node=4)
     text = shown("llama3_8b_pretrain", "trainer.max_steps=77", layout=layout)
-    assert "max_steps: 77" in text
-    assert "num_nodes: 3" in text
-    assert "devices: 4" in text
+    for words in ("max_steps: 77", "num_nodes: 3", "devices: 4"):
+        assert words in text
     assert "${" not in text
     assert text.endswith("yours to give\ndata.paths\ndata.tokenizer.pretrained_model_name\n")
     assert all(line == line.rstrip() for line in text.splitlines())
@@ -123,18 +116,13 @@ def test_what_it_shows_is_the_recipe_as_it_would_be_trained() -> None:
     [
         (["llama3_70b_pretrain", "--dry-run", "--nnodes", "1"], "8 ranks cannot be cut into models of 32 ranks"),
         (["llama3_70b_pretrain", "--dry-run", "--nnodes", "4"], "cannot hold 2 optimizer instances"),
-        (
-            ["llama3_8b_pretrain", "--dry-run", "strategy.num_distributed_optimizer_instances=1"],
-            "there is no replica",
-        ),
+        (["llama3_8b_pretrain", "--dry-run", ALONE], "there is no replica"),
         (["llama3_8b_pretrain", "--dry-run", "--cpu"], "leave out --cpu"),
         (["llama3_8b_pretran", "--dry-run"], "did you mean llama3_8b_pretrain"),
         (["tiny_gpt_cpu", "--cpu", "--nproc-per-node", "3"], "cannot hold 2 optimizer instances"),
     ],
 )
-def test_what_cannot_work_ends_in_one_line(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_ends_in_a_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["train", *argv]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 1)

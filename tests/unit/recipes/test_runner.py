@@ -35,8 +35,8 @@ class Part:
 PART = f"{__name__}.Part"
 
 
-def recipe_of(part: Any) -> DictConfig:
-    config = OmegaConf.create({"size": 3, "part": part})
+def recipe_of(part: Any, **more: Any) -> DictConfig:
+    config = OmegaConf.create({"size": 3, "part": part, **more})
     assert isinstance(config, DictConfig)
     return config
 
@@ -87,14 +87,8 @@ def test_what_cannot_be_made_is_named(part: Any, message: str) -> None:
 @pytest.fixture
 def recipe() -> DictConfig:
     """Return a recipe whose tokenizer would be downloaded, and whose model wants what is not installed."""
-    config = OmegaConf.create(
-        {
-            "data": {"_target_": "urllib.request.urlopen", "url": "http://127.0.0.1:1/vocabulary"},
-            "model": {"_target_": "builtins.int", "_args_": ["no number"]},
-        }
-    )
-    assert isinstance(config, DictConfig)
-    return config
+    data = {"_target_": "urllib.request.urlopen", "url": "http://127.0.0.1:1/vocabulary"}
+    return recipe_of(None, data=data, model={"_target_": "builtins.int", "_args_": ["no number"]})
 
 
 def test_what_cannot_be_made_at_the_start_is_no_fault(recipe: DictConfig) -> None:
@@ -130,16 +124,12 @@ def test_a_list_of_callbacks_is_refused_in_a_line() -> None:
         check(config, layout_of(config))
 
 
-def test_what_a_recipe_names_is_preloaded_unless_it_is_the_users_own(
+def test_what_a_recipe_names_but_the_users_own_is_preloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text("raise RuntimeError('local modules are not for the zygote')")
     monkeypatch.chdir(tmp_path)
     callbacks = [{"_target_": "mine.Clock"}, {"_target_": "torch.nn.Linear", "path": "torch.data"}]
-    config = OmegaConf.create(
-        {
-            "model": {"config": {"spec": {"_target_": "hydra.utils.get_method", "path": "json.dumps"}}},
-            "c": callbacks,
-        }
-    )
+    model = {"config": {"spec": {"_target_": "hydra.utils.get_method", "path": "json.dumps"}}}
+    config = OmegaConf.create({"model": model, "c": callbacks})
     assert preloads_of(config) == (*RECIPE_PRELOAD, "hydra.utils.get_method", "torch.nn.Linear")

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,18 +16,14 @@ OF_UPDATE = {FaultPhase.BEFORE_OPTIMIZER, FaultPhase.OPTIMIZER, FaultPhase.AFTER
 
 def recording(steps: range, *, epoch: int = 0, loop: bool = True, validated: tuple[int, ...] = ()) -> Recording:
     """Return what two ranks recorded, with an epoch of ``epoch`` steps (0: there are none)."""
-    records = [
-        StepRecord(
-            step,
-            "0x1.0p+0",
-            "digest",
-            buffers="b",
-            callbacks=None if loop else {},
-            epoch=(step - 1) // epoch if epoch else None,
-            validated=step - 1 in validated or None if loop else None,
-        )
-        for step in steps
-    ]
+
+    def record(step: int) -> StepRecord:
+        number = (step - 1) // epoch if epoch else None
+        after = step - 1 in validated or None if loop else None
+        found: dict[str, Any] = {"callbacks": None if loop else {}, "epoch": number, "validated": after}
+        return StepRecord(step, "0x1.0p+0", "digest", buffers="b", **found)
+
+    records = [record(step) for step in steps]
     validations = () if loop else tuple(ValidationRecord(step, {}) for step in validated)
     return Recording({0: records, 1: records}, {0: validations, 1: validations}, None)
 

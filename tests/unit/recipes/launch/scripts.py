@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -46,6 +47,12 @@ def script_of(name: str, job: str = "node") -> str:
     words = [*container["command"], *container.get("args", [])]
     assert words[:2] == ["bash", "-c"]
     return str(words[2])
+
+
+def task_script() -> str:
+    """Return what the batch script runs on each node."""
+    (node,) = re.findall(r"^node='\n(.*?)^'$", SBATCH.read_text(), re.M | re.S)
+    return str(node)
 
 
 def env_of(name: str, job: str = "node") -> dict[str, Any]:
@@ -102,22 +109,15 @@ def options_of(argv: Path) -> argparse.Namespace:
     return options
 
 
+def environment_of(tmp_path: Path, **more: str) -> dict[str, str]:
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    return {"PATH": path, "PYTHON": sys.executable, "FAKE_DIR": str(tmp_path), "FAKE_COORDINATOR": "0", **more}
+
+
 def pod_environment(tmp_path: Path, index: int, **more: str) -> dict[str, str]:
-    return {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "FAKE_DIR": str(tmp_path),
-        "JOB_COMPLETION_INDEX": str(index),
-        "NNODES": "4",
-        "SPARES": "1",
-        "NPROC": "8",
-        "COORDINATOR": "train-coordinator-0-0.train",
-        "PYTHON": sys.executable,
-        "FAKE_COORDINATOR": "0",
-        "POD_IP": "10.0.0.7",
-        "RUN_DIR": str(tmp_path / "run"),
-        TOKEN_ENV: "t" * 32,
-        **more,
-    }
+    job = {"NNODES": "4", "SPARES": "1", "NPROC": "8", "COORDINATOR": "train-coordinator-0-0.train"}
+    pod = {"JOB_COMPLETION_INDEX": str(index), "POD_IP": "10.0.0.7", "RUN_DIR": str(tmp_path / "run")}
+    return environment_of(tmp_path, **{**job, **pod, TOKEN_ENV: "t" * 32, **more})
 
 
 def run_pod(tmp_path: Path, index: int, **more: str) -> int:
@@ -132,7 +132,7 @@ def run_coordinator(tmp_path: Path, **more: str) -> int:
     return subprocess.run(words, env=environment, timeout=30, stdout=subprocess.DEVNULL).returncode
 
 
-def sbatch_environment(tmp_path: Path, **more: str) -> dict[str, str]:
+def sbatch_env(tmp_path: Path, **more: str) -> dict[str, str]:
     put(
         tmp_path / "bin",
         "scontrol",
@@ -150,23 +150,14 @@ def sbatch_environment(tmp_path: Path, **more: str) -> dict[str, str]:
         'until [ "$(wc -l < "$FAKE_DIR/coordinated")" -ge "${FAKE_COORDINATORS:-0}" ]; do sleep 0.1; done\n'
         'sleep "${FAKE_LONGER:-0}"\nexit 1\n',
     )
-    return {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
-        "FAKE_DIR": str(tmp_path),
-        "FAKE_COORDINATOR": "0",
-        "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_JOB_NODELIST": "node-[a-c]",
-        "SLURM_JOB_NAME": "checkpointless",
-        "SLURM_JOB_ID": "4711",
-        "BATCH_LOST": "1",
-        **more,
-    }
+    nodes = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node-[a-c]", "BATCH_LOST": "1"}
+    job = {"SLURM_JOB_NAME": "checkpointless", "SLURM_JOB_ID": "4711"}
+    return environment_of(tmp_path, **{**nodes, **job, **more})
 
 
 def run_sbatch(tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:
     words = ["bash", str(SBATCH)]
-    environment = sbatch_environment(tmp_path, **more)
+    environment = sbatch_env(tmp_path, **more)
     return subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
 

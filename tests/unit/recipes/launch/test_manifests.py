@@ -31,6 +31,7 @@ from tests.unit.recipes.launch.scripts import (
     run_sbatch,
     script_of,
     set_of,
+    task_script,
 )
 
 KINDS = {
@@ -69,9 +70,8 @@ def test_numbers_agree() -> None:
     job = job_of("jobset.yaml")
     assert job["parallelism"] == job["completions"] == int(values["NNODES"]) + int(values["SPARES"])
     told = env_of("jobset.yaml", "coordinator")
-    assert {key: told[key]["value"] for key in ("NNODES", "NPROC")} == {
-        key: values[key] for key in ("NNODES", "NPROC")
-    }
+    for key in ("NNODES", "NPROC"):
+        assert told[key]["value"] == values[key]
     spec = loaded("trainjob.yaml")["spec"]
     values = {each["name"]: each["value"] for each in spec["trainer"]["env"]}
     assert spec["trainer"]["numNodes"] == int(values["NNODES"]) + int(values["SPARES"])
@@ -124,9 +124,8 @@ def test_the_coordinator_is_begun_again_in_its_place_and_the_nodes_say_how_it_en
     job = job_of(name, "coordinator")
     assert job["template"]["spec"]["restartPolicy"] == "OnFailure"
     assert job["podReplacementPolicy"] == "TerminatingOrFailed"
-    assert (
-        not {"podFailurePolicy", "backoffLimitPerIndex", "successPolicy"} & job.keys()
-    )  # the first two need Never, and the last ends the Job early
+    # The first two need Never, and the last ends the Job early.
+    assert not {"podFailurePolicy", "backoffLimitPerIndex", "successPolicy"} & job.keys()
     assert (job["completionMode"], job["parallelism"], job["completions"]) == ("Indexed", 1, 1)
     assert set_of(name)["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["node"]}
     assert job_of(name)["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [42, 43]
@@ -142,9 +141,8 @@ def test_the_coordinator_may_be_away_for_as_long_as_all_agree(tmp_path: Path, bi
     assert node.regroup_timeout_s == coordinator.regroup_timeout_s
     # what Kubernetes takes to give up a machine that does not answer, and a pod's start, have to fit in
     tolerated = job_of("jobset.yaml", "coordinator")["template"]["spec"]["tolerations"]
-    assert (
-        max(each["tolerationSeconds"] for each in tolerated) + NODE_MONITOR_GRACE_S + 120 < node.regroup_timeout_s
-    )
+    given_up_s = max(each["tolerationSeconds"] for each in tolerated) + NODE_MONITOR_GRACE_S
+    assert given_up_s + 120 < node.regroup_timeout_s
 
 
 @pytest.fixture
@@ -152,13 +150,9 @@ def greeting_coordinator() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Yield a real coordinator that listens on loopback, and its port."""
     port = free_port()
     words = ["coordinator", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "checkpointless", *words],
-        env={**os.environ, TOKEN_ENV: "t" * 32},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command, env = [sys.executable, "-m", "checkpointless", *words], {**os.environ, TOKEN_ENV: "t" * 32}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stderr=pipe, stdout=pipe, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "coordinating 2 nodes" in line:
@@ -168,9 +162,7 @@ def greeting_coordinator() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 @pytest.mark.slow
-def test_the_liveness_probe_finds_a_coordinator_that_hangs(
-    greeting_coordinator: tuple[subprocess.Popen[str], int],
-) -> None:
+def test_the_probe_finds_a_coordinator_that_hangs(greeting_coordinator: tuple[subprocess.Popen[str], int]) -> None:
     process, port = greeting_coordinator
     command = container_of("jobset.yaml", "coordinator")["livenessProbe"]["exec"]["command"]
     words = [word.replace(str(DEFAULT_PORT), str(port)) for word in command]
@@ -200,14 +192,12 @@ def test_the_token_is_in_no_command_line(tmp_path: Path, bin_dir: Path) -> None:
 
 
 def test_every_shell_script_is_clean(tmp_path: Path) -> None:
-    pod, coordinator = tmp_path / "pod.sh", tmp_path / "coordinator.sh"
-    pod.write_text("#!/bin/bash\n" + script_of("jobset.yaml"))
-    coordinator.write_text("#!/bin/bash\n" + script_of("jobset.yaml", "coordinator"))
-    (node,) = re.findall(r"^node='\n(.*?)^'$", SBATCH.read_text(), re.M | re.S)
-    task = tmp_path / "task.sh"
-    task.write_text("#!/bin/bash\n" + node)
+    texts = (script_of("jobset.yaml"), script_of("jobset.yaml", "coordinator"), task_script())
+    scripts = [tmp_path / f"{number}.sh" for number in range(len(texts))]
+    for script, text in zip(scripts, texts):
+        script.write_text(f"#!/bin/bash\n{text}")
     shellcheck = Path(sys.executable).parent / "shellcheck"
-    for script in (SBATCH, pod, coordinator, task):
+    for script in (SBATCH, *scripts):
         for checker in (["bash", "-n"], [str(shellcheck)]):
             checked = subprocess.run([*checker, str(script)], capture_output=True, text=True)
             assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -1,6 +1,5 @@
 """Test the batch script for Slurm: every node runs, and the job ends as its coordinator does."""
 
-import re
 import subprocess
 import time
 from pathlib import Path
@@ -9,15 +8,13 @@ import pytest
 
 from checkpointless.cli.commands.run import COORDINATOR
 from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
-from tests.unit.recipes.launch.scripts import SBATCH, coordinated, options_of, run_sbatch, sbatch_environment
+from tests.unit.recipes.launch.scripts import SBATCH, coordinated, options_of, run_sbatch, sbatch_env, task_script
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_the_batch_script_runs_every_node_and_ends_as_the_coordinator(
-    status: int, tmp_path: Path, bin_dir: Path
-) -> None:
+def test_the_script_runs_every_node_and_ends_as_the_coordinator(status: int, tmp_path: Path, bin_dir: Path) -> None:
     done = run_sbatch(tmp_path, FAKE_STATUS=str(status), FAKE_COORDINATOR=str(status))
     assert done.returncode == status, done.stderr
     (tmp_path / "argv").write_text(coordinated(tmp_path)[0])
@@ -44,7 +41,7 @@ def test_the_end_of_the_time_limit_ends_the_job_by_the_coordinator(tmp_path: Pat
     assert "#SBATCH --signal=B:TERM@120" in SBATCH.read_text()
     # Agents that had ended well would say that the job has, if the script misses them before the coordinator.
     more = {"FAKE_COORDINATOR": "deaf", "FAKE_STATUS": "1", "FAKE_LONGER": "30"}
-    environment = sbatch_environment(tmp_path, **more)
+    environment = sbatch_env(tmp_path, **more)
     with subprocess.Popen(["bash", str(SBATCH)], env=environment, cwd=tmp_path) as job:
         while not (tmp_path / "argv-0").exists():
             time.sleep(0.05)
@@ -61,20 +58,13 @@ def test_the_end_of_the_time_limit_ends_the_job_by_the_coordinator(tmp_path: Pat
 def test_a_node_whose_job_has_lost_its_batch_host_has_it_started_again(
     moves: bool, restarts: str, asked: str, tmp_path: Path, bin_dir: Path
 ) -> None:
-    (node,) = re.findall(r"^node='\n(.*?)^'$", SBATCH.read_text(), re.M | re.S)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "alive").write_text("17\n")
-    environment = sbatch_environment(
-        tmp_path,
-        FAKE_STATUS="1",
-        SLURM_NODEID="1",
-        SLURM_RESTART_COUNT=restarts,
-        BATCH_LOST="2",
-        RUN_DIR=str(run_dir),
-        **{"NPROC": "8", "NNODES": "2", "SPARES": "1", "RDZV_ENDPOINT": "node-a:30111"},
-    )
-    with subprocess.Popen(["bash", "-c", node, "node", "train.py"], env=environment) as task:
+    job = {"NPROC": "8", "NNODES": "2", "SPARES": "1", "RDZV_ENDPOINT": "node-a:30111", "RUN_DIR": str(run_dir)}
+    of_node = {"SLURM_NODEID": "1", "SLURM_RESTART_COUNT": restarts, "BATCH_LOST": "2", "FAKE_STATUS": "1"}
+    environment = sbatch_env(tmp_path, **job, **of_node)
+    with subprocess.Popen(["bash", "-c", task_script(), "node", "train.py"], env=environment) as task:
         if moves:
             time.sleep(1)
             (run_dir / "alive").write_text("18\n")
