@@ -128,9 +128,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "what", [["run", "train.py"], pytest.param(["train", "tiny_gpt_cpu", "--cpu"], marks=pytest.mark.nemo)]
 )
-def test_a_node_can_be_lost_in_a_job_of_several(
-    what: list[str], launched: list[LaunchConfig], tmp_path: Path
-) -> None:
+def test_a_node_can_be_lost_in_a_job_of_two(what: list[str], launched: list[LaunchConfig], tmp_path: Path) -> None:
     command, *rest = what
     fault = ["--fault", "node@forward:rank=3,step=2"]
     several = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", "1", "--rdzv-endpoint", "node0:4000"]

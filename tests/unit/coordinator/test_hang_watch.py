@@ -31,9 +31,7 @@ CEILING_S = 600.0
 RANKS = range(8)
 
 
-@pytest.mark.parametrize(
-    ("longest_s", "limit_s"), [(0.0, 600.0), (0.2, 30.0), (3.0, 30.0), (20.0, 200.0), (90.0, 600.0)]
-)
+@pytest.mark.parametrize(("longest_s", "limit_s"), [(0, 600.0), (0.2, 30.0), (3, 30.0), (20, 200.0), (90, 600.0)])
 def test_the_limit_follows_the_steps(longest_s: float, limit_s: float) -> None:
     assert Heartbeat(None).within_step_s(longest_s) == limit_s
     assert Heartbeat(5.0).within_step_s(longest_s) == 5.0

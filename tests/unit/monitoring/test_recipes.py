@@ -18,9 +18,7 @@ from tests.unit.monitoring.test_pages import SNAPSHOT
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana.json").read_text())
-RULES = [
-    rule for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
-]
+RULES = [rule for part in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"] for rule in part["rules"]]
 TARGETS = [
     (f"{panel['title']} {target['refId']}", target) for panel in DASHBOARD["panels"] for target in panel["targets"]
 ]

@@ -54,9 +54,7 @@ def test_a_send_that_fails_says_so_in_the_next_turn_and_once(selector: selectors
 
 
 @pytest.mark.parametrize(("act", "told"), [("send", 1), ("close", 0)])
-def test_a_peer_that_dies_in_the_same_turn_is_no_harm(
-    selector: selectors.BaseSelector, act: str, told: int
-) -> None:
+def test_a_peer_that_dies_in_one_turn_is_no_harm(selector: selectors.BaseSelector, act: str, told: int) -> None:
     """Both events are of one turn; hearing the first makes the loop send to, or close, the second."""
     first, second = End(selector), End(selector)
 

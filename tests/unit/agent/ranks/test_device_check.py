@@ -76,9 +76,7 @@ def are_dead(found: list[int]) -> bool:
     return all(ProcessLook.at(pid).letter in (0, *b"ZX") for pid in found)
 
 
-def test_only_processes_after_the_first_are_checked_with_their_ranks_environment(
-    make: Make, tmp_path: Path
-) -> None:
+def test_only_processes_after_the_first_are_checked_in_their_ranks_environment(make: Make, tmp_path: Path) -> None:
     node = make('echo "$RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES" >> seen')
     assert not (tmp_path / "seen").exists()
     node.replace()
