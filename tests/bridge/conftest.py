@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from tests.ranks.conftest import nemo_zygote as bridge_zygote  # noqa: F401 - a fixture
+from tests.ranks.conftest import attempt, nemo_zygote, short_folder, trainings, trainings_of  # noqa: F401
 
 try:
     version("megatron-bridge")

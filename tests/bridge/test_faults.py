@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.jobs import Job, Trainings, faults_in, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Job, Trainings, faults_in
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -19,9 +18,7 @@ Train = Callable[..., Job]
 
 
 @pytest.fixture(scope="module")
-def train(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    trainings = Trainings(bridge_zygote, tmp_path_factory, SCRIPT)
-
+def train(trainings: Trainings) -> Train:
     def compared(steps: int, layout: str, *faults: str, breaks: str = "") -> Job:
         args = (str(steps), *layout.split())
         job = trainings.rough(4, args, *faults, steps=steps, more=(f"break={breaks}",) if breaks else ())
@@ -98,7 +95,7 @@ def test_in_a_recovery_and_twice_in_one_step(train: Train) -> None:
     assert len(job.incidents) == 8
 
 
-def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(bridge_zygote: Zygote, tmp_path: Path) -> None:
-    job = run_job(bridge_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "data=external"), code=1)
+def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(attempt: Attempt) -> None:
+    job = attempt(2, args=("3", "data=external"), code=1)
     assert "dataset.dataloader_type: checkpointless does not know the position" in "\n".join(job.said)
     assert not (job.run_dir / "steps").exists()

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bridge.test_saves import require_same_from_the_checkpoint
-from tests.ranks.jobs import Trainings, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Trainings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -18,11 +17,6 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 COUNTS_PASSES = not version("megatron-bridge").startswith("0.3.")
 STEPS, SAMPLES = 9, 26  # three and a quarter global batches in each pass
 LOST = ("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=2,step=3")
-
-
-@pytest.fixture(scope="module")
-def trainings(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(bridge_zygote, tmp_path_factory, SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +88,7 @@ def test_in_passes_that_take_every_sample(trainings: Trainings, tune: tuple[str,
     trainings.rough(4, (*tune, "epochs=2"), *faults, steps=2 * -(-SAMPLES // 8))
 
 
-def test_when_memory_has_lost_the_state_its_own_checkpoint_is_loaded(
-    trainings: Trainings, tune: tuple[str, ...]
-) -> None:
+def test_after_a_loss_its_own_checkpoint_is_loaded(trainings: Trainings, tune: tuple[str, ...]) -> None:
     """Rank 2 dies before it can give what it and rank 0 held. What training began with is not asked for.
 
     Bridge saves the random streams of one data-parallel rank for all; batches that are as long on every rank keep
@@ -107,10 +99,8 @@ def test_when_memory_has_lost_the_state_its_own_checkpoint_is_loaded(
     require_same_from_the_checkpoint(trainings.calm(4, *args), trainings.run(4, (*args, "save=saved"), *LOST))
 
 
-def test_without_a_checkpoint_of_its_own_the_job_ends_with_the_reason(
-    bridge_zygote: Zygote, tune: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_without_a_checkpoint_of_its_own_the_job_ends(attempt: Attempt, tune: tuple[str, ...]) -> None:
     """The weights that training began with are not the state after the steps that were made."""
-    job = run_job(bridge_zygote, tmp_path / "run", 4, script=SCRIPT, args=tune, faults=LOST, code=1)
+    job = attempt(4, args=tune, faults=LOST, code=1)
     assert "no living rank holds the shard of ranks 0, 2" in "\n".join(job.said), job.said
     assert max(record.step for records in job.steps.values() for record in records) == 3

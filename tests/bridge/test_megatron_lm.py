@@ -8,20 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.jobs import Job, Trainings, faults_in, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Attempt, Job, Trainings, faults_in
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "megatron_lm.py")
 PHASES = ("data", "forward", "backward", "sync", "before_optimizer", "optimizer", "after_optimizer", "between")
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 Train = Callable[..., Job]
 
 
 @pytest.fixture(scope="module")
-def train(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    trainings = Trainings(bridge_zygote, tmp_path_factory, SCRIPT)
-
+def train(trainings: Trainings) -> Train:
     def compared(steps: int, options: str, *faults: str, breaks: str = "", made: int | None = None) -> Job:
         args = ("--train-iters", str(steps), *options.split())
         more = (f"--break={breaks}",) if breaks else ()
@@ -55,9 +53,7 @@ def test_every_phase(train: Train, layout: str, kind: str) -> None:
     "options",
     [
         "--pipeline-model-parallel-size 2 --bf16",
-        pytest.param(
-            "--bf16 --overlap-grad-reduce --overlap-param-gather --global-batch-size 16", marks=pytest.mark.long
-        ),
+        pytest.param(f"--bf16 {OVERLAP} --global-batch-size 16", marks=pytest.mark.long),
     ],
     ids=["pp2", "overlap-accumulation"],
 )
@@ -97,11 +93,11 @@ def test_in_a_validation_and_in_a_save(train: Train, where: str, kind: str) -> N
     train(6, options, breaks=f"{where}:{kind}:1:2")
 
 
-def test_a_checkpoint_that_was_loaded(bridge_zygote: Zygote, train: Train, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_loaded(attempt: Attempt, train: Train, tmp_path: Path) -> None:
     """After a fault, memory has more than the checkpoint with which the job began."""
     common = f"--load {tmp_path / 'saved'}"
     saving = f"--train-iters 7 --save {tmp_path / 'saved'} --save-interval 100 --exit-interval 3 {common}"
-    run_job(bridge_zygote, tmp_path / "run", 4, script=SCRIPT, args=tuple(saving.split()))
+    attempt(4, args=tuple(saving.split()))
     train(7, common, "sigkill@forward:rank=1,step=5", "exception@between:rank=2,step=6", made=4)
 
 
@@ -115,10 +111,6 @@ def test_a_checkpoint_that_was_loaded(bridge_zygote: Zygote, train: Train, tmp_p
         ("--full-validation", "full_validation: checkpointless does not know the pass of a whole validation"),
     ],
 )
-def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(
-    bridge_zygote: Zygote, tmp_path: Path, options: str, reason: str
-) -> None:
-    job = run_job(
-        bridge_zygote, tmp_path / "run", 2, script=SCRIPT, args=("--train-iters", "3", *options.split()), code=1
-    )
+def test_what_cannot_be_carried_through_ends_the_job(attempt: Attempt, options: str, reason: str) -> None:
+    job = attempt(2, args=("--train-iters", "3", *options.split()), code=1)
     assert reason in "\n".join(job.said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,12 +39,7 @@ def _rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(kind: str, consumed: int, workers: int = 0, drop_last: bool = True) -> Any:
     return build_pretraining_data_loader(
-        torch.arange(SAMPLES),
-        consumed,
-        kind,
-        1,
-        workers,
-        True,
+        *(torch.arange(SAMPLES), consumed, kind, 1, workers, True),
         data_parallel_rank=1,
         data_parallel_size=RANKS,
         global_batch_size=GLOBAL,
@@ -129,11 +125,8 @@ def refusal(setting: str, value: object) -> str | None:
 
 @pytest.mark.parametrize("setting", [each.setting for each in _Bridge.refusals])
 def test_what_cannot_be_carried_is_refused_in_one_line(setting: str) -> None:
-    reason = refusal(setting, REFUSED.get(setting, True))
-    assert reason is not None
-    assert reason.startswith(f"{setting}: checkpointless ")
-    assert ": set " in reason
-    assert "\n" not in reason
+    reason = refusal(setting, REFUSED.get(setting, True)) or ""
+    assert re.fullmatch(rf"{re.escape(setting)}: checkpointless .*: set .*", reason)
     assert refusal(setting, ALLOWED.get(setting, False)) is None
     assert refusal(setting.partition(".")[0], None) is None
 
@@ -178,9 +171,7 @@ def test_the_writers_of_a_save_report_to_this_process_in_a_block(generation: _Br
     assert all(type(each) is queue.Queue for each in made)
 
 
-def test_a_version_without_a_seam_is_refused_in_one_line(
-    generation: _Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_without_a_seam_is_refused(generation: _Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(train, "train_step")
     seam = r"^this Megatron-Bridge: there is no megatron\.bridge\.training\.train\.train_step, without"
     with pytest.raises(UnrecoverableError, match=seam), generation.entered():
@@ -199,9 +190,7 @@ def test_outside_of_a_block_bridge_is_its_own(generation: _Bridge) -> None:
     assert (pretrain.train, train.train_step) == originals
 
 
-def test_an_abort_finds_the_workers_of_a_generation_that_has_left_the_block(
-    generation: _Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_finds_workers_after_the_block(generation: _Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch waits five seconds for each worker that is left to the garbage collector."""
     monkeypatch.setattr(generation, "workers", lambda: ["an iterator with workers"])
     found = pretraining._Parts().loader_iterators

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
 from tests.ranks.agent_job import is_alive
-from tests.ranks.conftest import short_folder  # noqa: F401 - a fixture
-from tests.ranks.jobs import PHASES, Job, Scene, require_nothing_left, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import PHASES, Scene, Trainings, require_nothing_left
 from tests.ranks.test_demo_trainers import INCIDENTS
 from tests.ranks.test_kill_everything import GONE_WITHIN_S, SHARED_MEMORY, files
 from tests.waiting import wait_until
@@ -55,7 +52,7 @@ class Census:
 
 
 @pytest.fixture
-def folder(short_folder: Path) -> Iterator[Path]:  # noqa: F811
+def folder(short_folder: Path) -> Iterator[Path]:
     """Yield the job's folder for temporary files. Nothing may be there afterwards, nor more in shared memory."""
     before = files(SHARED_MEMORY)
     yield short_folder
@@ -64,17 +61,11 @@ def folder(short_folder: Path) -> Iterator[Path]:  # noqa: F811
     wait_until(lambda: not left & files(SHARED_MEMORY), 120.0)
 
 
-def test_ten_incidents_leave_nothing_behind(bridge_zygote: Zygote, tmp_path: Path, folder: Path) -> None:
+def test_ten_incidents_leave_nothing_behind(trainings: Trainings, folder: Path) -> None:
     """Ranks 1 to 3 raise and die by turns, in every phase; rank 0 lives through it all."""
     census = Census()
     args = (str(STEPS), "data=cyclic", "workers=1")
-
-    def train(name: str, *faults: str, **settings: Any) -> Job:
-        return run_job(bridge_zygote, tmp_path / name, RANKS, script=SCRIPT, args=args, faults=faults, **settings)
-
-    calm = train("calm")
-    job = train("rough", *FAULTS, tmp=folder, meanwhile=census.take, limit_s=180.0)
-    job.assert_same(calm.steps, STEPS)
+    job = trainings.rough(RANKS, args, *FAULTS, steps=STEPS, tmp=folder, meanwhile=census.take)
     assert len(job.incidents) == INCIDENTS
 
     require_nothing_left(job, 0, INCIDENTS)

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.steps import StepRecord
-from tests.ranks.jobs import Job, Trainings
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import Job, Trainings, TrainingsOf
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -38,23 +37,15 @@ STEPS = 6
 ARGS = (str(STEPS), "save=saved")
 
 
-@pytest.fixture(scope="module")
-def trainings(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(bridge_zygote, tmp_path_factory, SCRIPT)
-
-
 def contents(folder: Path) -> dict[str, object]:
     """Return what a folder of checkpoints holds: the names of its files, and their bytes where those are data."""
-    found: dict[str, object] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            name = str(path.relative_to(folder))
-            found[name] = None
-            if path.suffix == ".distcp":
-                found[name] = path.read_bytes()
-            elif path.name.endswith("train_state.pt"):
-                found[name] = {key: value.item() for key, value in torch.load(path).items()}
-    return found
+
+    def data(path: Path) -> object:
+        if path.name.endswith("train_state.pt"):
+            return {key: value.item() for key, value in torch.load(path).items()}
+        return path.read_bytes() if path.suffix == ".distcp" else None
+
+    return {str(path.relative_to(folder)): data(path) for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +102,9 @@ def test_the_example_is_a_users_script_with_few_lines_changed() -> None:
 @pytest.mark.parametrize(
     ("tp", "faults"),
     [
-        (1, ("exception@backward:rank=1,step=3", "sigkill@optimizer:rank=2,step=5", "sigkill@data:rank=0,step=7")),
-        pytest.param(
-            2, ("sigkill@forward:rank=3,step=2", "exception@between:rank=1,step=5"), marks=pytest.mark.long
-        ),
+        ("1", "exception@backward:rank=1,step=3 sigkill@optimizer:rank=2,step=5 sigkill@data:rank=0,step=7"),
+        pytest.param("2", "sigkill@forward:rank=3,step=2 exception@between:rank=1,step=5", marks=pytest.mark.long),
     ],
 )
-def test_the_example_through_faults(
-    bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, tp: int, faults: tuple[str, ...]
-) -> None:
-    args = ("--steps", "8", "--tp", str(tp))
-    Trainings(bridge_zygote, tmp_path_factory, str(EXAMPLE)).rough(4, args, *faults)
+def test_the_example_through_faults(trainings_of: TrainingsOf, tp: str, faults: str) -> None:
+    trainings_of(str(EXAMPLE)).rough(4, ("--steps", "8", "--tp", tp), *faults.split())

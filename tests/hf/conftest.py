@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.conftest import attempt, trainings, trainings_of  # noqa: F401
 from tests.ranks.nemo_zygote import Zygote
 
 try:
@@ -17,7 +18,8 @@ except PackageNotFoundError:
 
 
 @pytest.fixture(scope="session")
-def hf_zygote(zygotes: Path) -> Iterator[Zygote]:
+def nemo_zygote(zygotes: Path) -> Iterator[Zygote]:
+    """Yield what ranks are forked from here: it has imported transformers in place of NeMo."""
     model = "transformers.models.llama.modeling_llama"
     modules = ("checkpointless.integrations.transformers", model, "datasets", "tests.ranks.jobs")
     zygote = Zygote(modules, zygotes)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.example_diffs import EXAMPLES, TRAINER, changed_lines, stock_script
-from tests.ranks.jobs import run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import TrainingsOf
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
@@ -22,19 +21,18 @@ FAULTS = (
 PAGE = EXAMPLES.parent / "docs" / "transformers.md"
 
 
-def test_the_example(hf_zygote: Zygote, tmp_path: Path) -> None:
-    script = EXAMPLES / f"{TRAINER}.py"
-    calm = run_job(hf_zygote, tmp_path / "calm", 2, script=str(script), args=ARGS)
-    rough = run_job(hf_zygote, tmp_path / "rough", 2, script=str(script), args=ARGS, faults=FAULTS)
+def test_the_example(trainings_of: TrainingsOf, tmp_path: Path) -> None:
+    trainings = trainings_of(str(EXAMPLES / f"{TRAINER}.py"))
+    rough = trainings.rough(2, ARGS, *FAULTS, steps=7)
     first, second, third = (incident.resumed_after for incident in rough.incidents)
     # Rank 1 makes the update of step 4 if it has the averaged gradients before the kill breaks its connection.
     assert (first, third) == (1, 5), rough.story()
     assert second in (3, 4), rough.story()
-    rough.assert_same(calm.steps, 7)
 
-    plain = stock_script(TRAINER, tmp_path)
-    stock = run_job(hf_zygote, tmp_path / "stock", 2, script=str(plain), args=ARGS)
-    said = [re.findall(r"^step \d+: loss \d+\.\d+$", job.log(0), re.M) for job in (stock, calm)]
+    stock = trainings_of(str(stock_script(TRAINER, tmp_path)))
+    said = [
+        re.findall(r"^step \d+: loss \d+\.\d+$", each.calm(2, *ARGS).log(0), re.M) for each in (stock, trainings)
+    ]
     assert said[0] == said[1]
     assert len(said[0]) == 7
 

@@ -8,21 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.jobs import Job, Trainings, run_job
-from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.jobs import PHASES, Attempt, Job, Trainings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
-SCRIPT = Path(__file__).with_name("trains.py")
-PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+SCRIPT = str(Path(__file__).with_name("trains.py"))
+SETTINGS = {"limit_s": 280.0, "heartbeat_timeout_s": 100.0}  # compiling takes its time on a busy machine
 STEPS = 16
 WORKERS = ("dataloader_num_workers=2", "dataloader_persistent_workers=true", "max_steps=9", "save_steps=5")
-
-
-@pytest.fixture(scope="module")
-def trainings(hf_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    patient = {"limit_s": 280.0, "heartbeat_timeout_s": 100.0}  # compiling takes its time on a busy machine
-    return Trainings(hf_zygote, tmp_path_factory, str(SCRIPT), **patient)
 
 
 def _left(job: Job) -> list[str]:
@@ -95,6 +88,6 @@ def test_a_compiled_model(trainings: Trainings) -> None:
     assert all(re.search(r"^graphs: [1-9]", job.log(rank), re.M) for rank in (0, 1))
 
 
-def test_draws_ahead_of_a_step_are_refused(hf_zygote: Zygote, tmp_path: Path) -> None:
-    job = run_job(hf_zygote, tmp_path / "run", 2, script=str(SCRIPT), args=("noisy=true",), code=1)
+def test_draws_ahead_of_a_step_are_refused(attempt: Attempt) -> None:
+    job = attempt(2, args=("noisy=true",), code=1)
     assert "let a worker draw them (dataloader_num_workers=1)" in "\n".join(job.said)

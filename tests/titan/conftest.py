@@ -7,13 +7,15 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.ranks.conftest import trainings, trainings_of  # noqa: F401
 from tests.ranks.nemo_zygote import Zygote
 
 collect_ignore_glob = [] if find_spec("torchtitan") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
-def titan_zygote() -> Iterator[Zygote]:
+def nemo_zygote() -> Iterator[Zygote]:
+    """Yield what ranks are forked from here: it has imported torchtitan in place of NeMo."""
     zygote = Zygote(("tests.titan.small", "torchtitan.config", "tests.ranks.jobs"))
     yield zygote
     zygote.close()

@@ -10,17 +10,12 @@ import pytest
 from checkpointless.integrations import torchtitan as adapter
 from tests.ranks.example_diffs import EXAMPLES
 from tests.ranks.jobs import Job, Trainings
-from tests.ranks.nemo_zygote import Zygote
 
 ranks = pytest.mark.ranks
 STEPS = 9
+# With accumulation, clipping and a schedule; four steps are a pass over the data.
+SCRIPT, SETTINGS = str(EXAMPLES / "train_torchtitan.py"), {"limit_s": 600.0}
 MODULE = ("--module", "tests.titan.small", "--config")
-
-
-@pytest.fixture(scope="module")
-def trainings(titan_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    """Train with accumulation, clipping and a schedule; four steps are a pass over the data."""
-    return Trainings(titan_zygote, tmp_path_factory, str(EXAMPLES / "train_torchtitan.py"), limit_s=600.0)
 
 
 def _rough(trainings: Trainings, *faults: str, config: str = "small") -> Job:
