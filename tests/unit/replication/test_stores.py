@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -58,7 +59,7 @@ def read(path: Path, name: _FileName = NAME) -> Part:
 @in_a_folder
 @given(tree=trees)
 def test_every_tree_comes_back_with_all_its_bits(tmp_path: Path, tree: Any) -> None:
-    assert bits(_PartFile(write(tmp_path, tree), NAME).read().content.state()) == bits(tree)
+    assert bits(read(write(tmp_path, tree)).content.state()) == bits(tree)
 
 
 @pytest.fixture(scope="module")
@@ -95,23 +96,13 @@ def test_a_file_under_the_name_of_another_part_is_refused(tmp_path: Path, good: 
             read(path, name)
 
 
+WRONG_SHAPES: list[object] = [[1.5], ["3"], [2**63], [-1, -10], [2**62], [2**32, 2**32], [2**62, 2**62, 0]]
+WRONG_SHAPES += [[1] * 100, [True], 3]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("tensors", [["float32", shape, 1]])
-        for shape in (
-            [1.5],
-            ["3"],
-            [2**63],
-            [-1, -10],
-            [2**62],
-            [2**32, 2**32],
-            [2**62, 2**62, 0],
-            [1] * 100,
-            [True],
-            3,
-        )
-    ]
+    [("tensors", [["float32", shape, 1]]) for shape in WRONG_SHAPES]
     + [("tensors", value) for value in ([["float32", []]], [["nonsense", [], 1]], [[["a"], [], 1]], 5, {"a": 1})]
     + [("world_size", value) for value in (float("inf"), 4.5, "4", -1, 2**63, None)]
     + [("structure", 7), ("id", 7), ("id", "x"), ("more", 1)],
@@ -164,23 +155,17 @@ def test_what_cannot_be_stored_is_refused_with_its_path(intruder: Any) -> None:
 
 # --- Parts in memory are copies and verified, and places have names -----------------------------------------------
 
-THREE = [SaveId(step, "0" * 24) for step in (1, 2, 3)]
+FIRST = SaveId(1, "0" * 24)
 
 
-def content() -> Content:
-    return Content.of({"weight": torch.arange(8.0)})
-
-
-def write_part(
-    store: MemoryStore, save: SaveId = THREE[0], part: int = 0, given: Content | None = None
-) -> torch.Tensor:
-    given = content() if given is None else given
-    store.write(Part.sealed(PartId(save, part), 2, given), holder=0)
+def write_part(store: MemoryStore) -> torch.Tensor:
+    given = Content.of({"weight": torch.arange(8.0)})
+    store.write(Part.sealed(PartId(FIRST, 0), 2, given), holder=0)
     return given.tensors[0]
 
 
 def weight(store: MemoryStore, is_shared: bool = False) -> torch.Tensor:
-    (copy,) = store.shelf(2)[THREE[0]][0]
+    (copy,) = store.shelf(2)[FIRST][0]
     (tensor,) = copy.read(is_shared).content.tensors
     return tensor
 
@@ -196,7 +181,7 @@ def test_a_flipped_bit_is_found(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     write_part(store)
     weight(store, is_shared=True).view(torch.uint8)[5] ^= 1
-    (copy,) = store.shelf(2)[THREE[0]][0]
+    (copy,) = store.shelf(2)[FIRST][0]
     with pytest.raises(PartError, match="part 0 of iteration 1 is damaged: tensor 0 has another digest"):
         copy.read()
     assert _usable(lambda each: each.read(), copy) is None
@@ -204,15 +189,10 @@ def test_a_flipped_bit_is_found(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_place_is_opened_by_its_scheme_or_is_a_directory(tmp_path: Path) -> None:
-    opened = []
-
-    def open_(name: str) -> MemoryStore:
-        opened.append(name)
-        return MemoryStore()
-
+    open_ = Mock()
     register_store("test-memory", open_)
-    assert isinstance(open_store("test-memory://bucket/copies", "job-1"), MemoryStore)
-    assert opened == ["bucket/copies/job-1"]
+    assert open_store("test-memory://bucket/copies", "job-1") is open_.return_value
+    open_.assert_called_once_with("bucket/copies/job-1")
     store = open_store(tmp_path, "job-1", "rank-0")
     assert isinstance(store, DirectoryStore)
     assert store.root == tmp_path / "job-1" / "rank-0"
@@ -222,18 +202,16 @@ def test_a_place_is_opened_by_its_scheme_or_is_a_directory(tmp_path: Path) -> No
 
 def test_memory_is_used_again_when_nobody_holds_what_lies_in_it() -> None:
     pool = HostMemoryPool()
-    first = pool.content(b"", [torch.empty(1 << 20)])
+    first, second = (pool.content(b"", [torch.empty(1 << 20)]) for _ in range(2))
     place = first.tensors[0].data_ptr()
-    second = pool.content(b"", [torch.empty(1 << 20)])
     assert second.tensors[0].data_ptr() != place
     del first
     assert pool.content(b"", [torch.empty(1 << 20)]).tensors[0].data_ptr() == place
 
 
 def test_a_part_that_is_received_gives_the_same_tensors() -> None:
-    sent = Part.sealed(
-        PartId(THREE[0], 1), 2, Content(b"any", (torch.randn(7, 5).t(), torch.tensor(3), torch.empty(0)))
-    )
+    given = Content(b"any", (torch.randn(7, 5).t(), torch.tensor(3), torch.empty(0)))
+    sent = Part.sealed(PartId(FIRST, 1), 2, given)
     room = HostMemoryPool().room_for(sent.header())
     _copy_into(room.content, sent.content.tensors, None)
     room.verify()
@@ -245,12 +223,7 @@ def test_a_part_that_is_received_gives_the_same_tensors() -> None:
 
 def test_pages_are_locked_as_long_as_a_content_or_the_pool_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: set[int] = set()
-
-    def lock(memory: torch.Tensor) -> bool:
-        locked.add(memory.data_ptr())
-        return True
-
-    monkeypatch.setattr(host_memory, "_lock_pages", lock)
+    monkeypatch.setattr(host_memory, "_lock_pages", lambda memory: locked.add(memory.data_ptr()) or True)
     monkeypatch.setattr(host_memory, "_unlock_pages", lambda memory, _: locked.remove(memory.data_ptr()))
     pool = HostMemoryPool()
     kept, spare = (pool.content(b"x", [torch.zeros(8)]) for _ in range(2))

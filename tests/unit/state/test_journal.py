@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import MODEL, UPDATED_BUFFERS, SnapshotPoint
 
 BUFFER = ("model", 0, "running_mean")
-
-
-class Interrupted(Exception): ...
 
 
 class State(TrainingTensors):
@@ -63,13 +61,8 @@ def state() -> State:
 
 
 @pytest.fixture
-def front() -> Counting:
-    return Counting()
-
-
-@pytest.fixture
-def journal(state: State, manager: CheckpointManager, front: Counting) -> StepJournal:
-    return StepJournal(state, manager, front)
+def journal(state: State, manager: CheckpointManager) -> StepJournal:
+    return StepJournal(state, manager, Counting())
 
 
 def make_ready(journal: StepJournal, state: State) -> None:
@@ -79,28 +72,19 @@ def make_ready(journal: StepJournal, state: State) -> None:
     journal.ready(1)
 
 
-def test_a_rank_that_has_a_snapshot_also_has_its_streams(
-    journal: StepJournal, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_has_a_snapshot_also_has_its_streams(journal: StepJournal, manager: CheckpointManager) -> None:
     """A fault may interrupt the rank anywhere; a snapshot without streams cannot be resumed at."""
-    store = manager.store_rng_states
-
-    def interrupted(*_: object) -> None:
-        raise Interrupted
-
-    monkeypatch.setattr(manager, "store_rng_states", interrupted)
-    with pytest.raises(Interrupted):
+    with mock.patch.object(manager, "store_rng_states", side_effect=KeyError), pytest.raises(KeyError):
         journal.reached(4, SnapshotPoint.CHECKED)
     assert journal.snapshots(4) == {}
-    monkeypatch.setattr(manager, "store_rng_states", store)
     journal.reached(4, SnapshotPoint.CHECKED)
     assert set(journal.snapshots(4)) == {SnapshotPoint.CHECKED}
     assert manager.own.streams.newest(4) is not None
 
 
-def test_a_commit_leaves_what_the_step_changed_and_the_rest_as_it_was_before(
-    journal: StepJournal, state: State, front: Counting, manager: CheckpointManager
-) -> None:
+def test_a_commit_leaves_the_rest_as_it_was_before(state: State, manager: CheckpointManager) -> None:
+    front = Counting()
+    journal = StepJournal(state, manager, front)
     make_ready(journal, state)
     assert journal.snapshots(0).keys() == {SnapshotPoint.LOADED}
     front.count = 1
@@ -140,11 +124,9 @@ def test_an_update_is_finished_later_with_the_rates_that_it_was_to_have(journal:
     assert journal.newest == (1, SnapshotPoint.COMMITTED)
 
 
-def test_gradients_that_overflow_are_not_applied_later_either(
-    journal: StepJournal, state: State, front: Counting
-) -> None:
-    front.ready = lambda step: Captured(is_skipped=True)  # type: ignore[method-assign]
-    make_ready(journal, state)
+def test_gradients_that_overflow_are_not_applied_later_either(journal: StepJournal, state: State) -> None:
+    with mock.patch.object(Counting, "ready", return_value=Captured(is_skipped=True)):
+        make_ready(journal, state)
     journal.finish_update()
     assert state.weight.tolist() == [1.0, 1.0]
     assert journal.newest == (1, SnapshotPoint.COMMITTED)
@@ -175,32 +157,27 @@ def test_a_point_whose_weights_are_others_now_is_not_resumed_at(journal: StepJou
 # --- That other weights than those of a step boundary are noticed, whichever way they were written ----------------
 
 
-def model() -> torch.nn.Module:
-    return torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(20)))
-
-
-def put_back(weights: list[torch.nn.Parameter]) -> None:
-    for each in weights:
-        each.data = each.data.clone()
+def put_back(weight: torch.nn.Parameter) -> None:
+    """Put the same bytes in another place."""
+    weight.data = weight.data.clone()
 
 
 @pytest.mark.parametrize(
     ("change", "is_other"),
     [
-        (lambda weights: [each.data.add_(1e-3) for each in weights], True),
-        (lambda weights: [each.data.zero_() for each in weights], True),
-        (put_back, False),  # the same bytes in another place
-        (lambda weights: None, False),
-        (lambda weights: [each.sum().backward() for each in weights], False),
+        (lambda weight: weight.data.add_(1e-3), True),
+        (lambda weight: weight.data.zero_(), True),
+        (put_back, False),
+        (lambda weight: None, False),
+        (lambda weight: weight.sum().backward(), False),
     ],
     ids=["moved", "zeroed", "put-back", "nothing", "backward"],
 )
-def test_weights_that_were_exchanged_are_noticed(
-    change: Callable[[list[torch.nn.Parameter]], object], is_other: bool
-) -> None:
-    weights = list(model().parameters())
+def test_weights_that_were_exchanged_are_noticed(change: Callable[[Any], object], is_other: bool) -> None:
+    weights = [weight for _ in range(20) for weight in torch.nn.Linear(9, 9).parameters()]
     watch = _WeightWatch(lambda: weights)
     before = watch.see()
-    change(weights)
+    for weight in weights:
+        change(weight)
     assert watch.is_other(before) is is_other
     assert not watch.is_written(before), "what is written through the data is not counted"
