@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,24 +42,23 @@ def manager(tmp_path: Path) -> LocalCheckpointManager:
     return LocalCheckpointManager(tmp_path / "local" / "checkpoints")
 
 
-def files(folder: Path, iteration: int | None = None) -> list[Path]:
-    """Return the files of the manager of these tests: all, or those of one iteration."""
+def files(manager: LocalCheckpointManager, iteration: int | None = None) -> list[Path]:
+    """Return the files of a manager: all, or those of one iteration."""
     pattern = "*" if iteration is None else f"iter_{iteration:010d}*"
-    return sorted((folder / "local" / "checkpoints").glob(pattern))
+    return sorted(Path(manager.local_ckpt_dir).glob(pattern))
 
 
 PART = PartId(SaveId(5, "0123456789abcdef00000000"), 3)
 
 
-def test_only_this_user_may_look(manager: LocalCheckpointManager, tmp_path: Path) -> None:
+def test_only_this_user_may_look(manager: LocalCheckpointManager) -> None:
     before = os.umask(0)
     try:
         manager.save({}, 1)
     finally:
         os.umask(before)
-    (path,) = files(tmp_path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
+    (path,) = files(manager)
+    assert [each.stat().st_mode & 0o777 for each in (path, path.parent)] == [0o600, 0o700]
 
 
 def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
@@ -71,52 +70,41 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None
 
 
 def test_a_save_of_an_earlier_iteration_supersedes_the_later_one(manager: LocalCheckpointManager) -> None:
-    manager.save({"run": 1}, 200)
-    manager.save({"run": 2}, 50)
-    assert manager.find_latest() == 50
-    manager.save({"run": 3}, 50)
-    assert manager.find_latest() == 50
-    assert manager.load()[0] == {"run": 3}
+    for run, iteration in ((1, 200), (2, 50), (3, 50)):
+        manager.save({"run": run}, iteration)
+        assert (manager.find_latest(), manager.load()[0]) == (iteration, {"run": run})
 
 
-def test_what_a_dead_writer_left_and_what_is_not_ours(manager: LocalCheckpointManager, tmp_path: Path) -> None:
-    folder = tmp_path / "local" / "checkpoints"
+def test_what_a_dead_writer_left_and_what_is_not_ours(manager: LocalCheckpointManager) -> None:
+    folder = Path(manager.local_ckpt_dir)
     (folder / _FileName(PART, 1, 0).unfinished).write_bytes(b"torn")
     (folder / "notes.txt").write_text("mine")
     assert manager.find_latest() == -1
     manager.save({}, 1)
-    assert sorted(path.name.partition(".")[0] for path in files(tmp_path)) == ["iter_0000000001", "notes"]
+    assert sorted(path.name.partition(".")[0] for path in files(manager)) == ["iter_0000000001", "notes"]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_full_disk_costs_the_save_and_leaves_the_one_before(
-    manager: LocalCheckpointManager,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    call: str,
+    manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     manager.save(state(0, 5), 5)
-    with monkeypatch.context() as full:
-        full.setattr(store.os, call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with patch.object(store.os, call, side_effect=OSError(errno.ENOSPC, "No space left on device")):
         manager.save(state(0, 6), 6)
     assert "part 0 of iteration 6 cannot be written by rank 0: [Errno 28] No space left on device" in caplog.text
     assert "iteration 6 is not kept: no undamaged copy is left of part 0 of iteration 6" in caplog.text
-    assert len(files(tmp_path)) == 1
+    assert len(files(manager)) == 1
     assert bits(manager.load()[0]) == bits(state(0, 5))
     assert manager.find_latest() == 5
 
 
-def test_a_disk_without_room_is_not_written_to(
-    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_without_room_is_not_written_to(manager: LocalCheckpointManager, caplog: Any) -> None:
     room = SimpleNamespace(f_bavail=1, f_frsize=4096)
-    monkeypatch.setattr(store.os, "statvfs", lambda path: room)
-    monkeypatch.setattr(store.os, "open", Mock(side_effect=OSError("it was written to")))
-    manager.save({"weights": torch.zeros(2048)}, 1)
-    assert re.search(
-        r"iteration 1 cannot be written by rank 0: .* 8\d+ bytes are needed and 4096 are free", caplog.text
-    )
+    written = OSError("it was written to")
+    with patch.object(store.os, "statvfs", return_value=room), patch.object(store.os, "open", side_effect=written):
+        manager.save({"weights": torch.zeros(2048)}, 1)
+    said = r"iteration 1 cannot be written by rank 0: .* 8\d+ bytes are needed and 4096 are free"
+    assert re.search(said, caplog.text)
 
 
 def test_jobs_that_share_a_directory_have_names(tmp_path: Path) -> None:
@@ -167,22 +155,20 @@ def begun(manager: LocalCheckpointManager, tree: Any, iteration: int) -> Writer:
     return Writer(request)
 
 
-def test_training_goes_on_while_a_copy_is_written(
-    manager: LocalCheckpointManager, gate: threading.Event, tmp_path: Path
-) -> None:
+def test_training_goes_on_while_a_copy_is_written(manager: LocalCheckpointManager, gate: threading.Event) -> None:
     tree = state(0, 5)
     work = begun(manager, tree, 5)
     tree["model"]["layers.0.weight"].add_(1)
     tree["model"]["strided"].zero_()
     assert work.is_alive()
-    assert files(tmp_path) == []
+    assert files(manager) == []
     gate.set()
     work.wait()
     assert bits(manager.load()[0]) == bits(state(0, 5))
 
 
-def test_saves_that_are_being_written_are_left_alone_by_others(
-    manager: LocalCheckpointManager, gate: threading.Event, tmp_path: Path
+def test_saves_that_are_being_written_are_left_alone(
+    manager: LocalCheckpointManager, gate: threading.Event
 ) -> None:
     first, second = begun(manager, {"n": 1}, 1), begun(manager, {"n": 2}, 2)
     assert manager.find_latest() == -1
@@ -191,7 +177,7 @@ def test_saves_that_are_being_written_are_left_alone_by_others(
     second.wait()
     assert manager.find_latest() == 2
     manager.save({"n": 3}, 3)
-    assert [len(files(tmp_path, iteration)) for iteration in (1, 2, 3)] == [0, 1, 1]
+    assert [len(files(manager, iteration)) for iteration in (1, 2, 3)] == [0, 1, 1]
 
 
 @pytest.mark.slow
@@ -274,8 +260,7 @@ def test_a_saved_state_comes_back_as_its_class_and_the_given_one_stays(tmp_path:
     manager.save(given, 5)
     assert bits(given.state_dict) == bits(state(0, 5))
     loaded, _ = manager.load()
-    assert type(loaded) is BasicTensorAwareStateDict
-    assert bits(loaded.state_dict) == bits(state(0, 5))
+    assert (type(loaded), bits(loaded.state_dict)) == (BasicTensorAwareStateDict, bits(state(0, 5)))
 
 
 @dataclass

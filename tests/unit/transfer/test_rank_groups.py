@@ -60,11 +60,9 @@ def test_a_group_of_more_ranks_than_there_are_takes_no_memory(told: object) -> N
         expanded([[told], []])
 
 
-@given(st.lists(st.tuples(st.sets(st.sampled_from(range(6)), min_size=1)), min_size=1, max_size=6), st.randoms())
-def test_groups_are_taken_if_all_members_tell_them_and_only_then(
-    drawn: list[tuple[set[int]]], dice: object
-) -> None:
-    groups = {tuple(sorted(ranks)) for (ranks,) in drawn} | {tuple(range(6))}
+@given(st.lists(st.sets(st.sampled_from(range(6)), min_size=1), min_size=1, max_size=6))
+def test_groups_are_taken_if_all_members_tell_them_and_only_then(drawn: list[set[int]]) -> None:
+    groups = {tuple(sorted(ranks)) for ranks in drawn} | {tuple(range(6))}
     parts = {rank: [group for group in sorted(groups) if rank in group] for rank in range(6)}
     assert all_groups(parts) == sorted(groups)
     for rank, group in itertools.product(parts, groups):
@@ -78,10 +76,8 @@ def test_a_state_is_split_by_its_holders() -> None:
     live = MadeUpState(3)
     live.held_by = {WEIGHT: (0, 1, 2, 3)}
     parts = split(live, live.present)
-    assert {group: list(tensors) for group, tensors in parts.items()} == {
-        (0, 1): [BUFFER, MOMENTUM],
-        (0, 1, 2, 3): [WEIGHT],
-    }
+    found = {group: list(tensors) for group, tensors in parts.items()}
+    assert found == {(0, 1): [BUFFER, MOMENTUM], (0, 1, 2, 3): [WEIGHT]}
     assert live.groups() == {(0, 1): "model.0.buffer", (0, 1, 2, 3): "model.0.weight"}
     assert live.holders([WEIGHT]) == (0, 1, 2, 3)
     assert live.holders([WEIGHT, BUFFER]) == live.holders([]) == (0, 1)
@@ -105,7 +101,7 @@ def spread(*placements: Any, mesh: torch.Tensor = MESH) -> Any:
 
 
 NORM, UP = (Replicate(), Shard(0), Replicate()), (Replicate(), Shard(0), Shard(0))
-EVERYBODY = tuple(range(8))
+EVERYBODY, PLAIN = tuple(range(8)), torch.ones(2)
 
 
 @pytest.mark.parametrize(
@@ -117,41 +113,22 @@ EVERYBODY = tuple(range(8))
         ([spread(Shard(0), mesh=torch.arange(4))], 3, [(3,)], (3,), (0, 1, 2, 3)),
         ([spread(Replicate(), mesh=torch.arange(4))], 3, [(0, 1, 2, 3)], (0, 1, 2, 3), (0, 1, 2, 3)),
         (
-            [
-                spread(Shard(0), Replicate(), mesh=MESH[0]),
-                spread(Replicate(), Shard(0), mesh=MESH[0]),
-                torch.ones(2),
-            ],
-            1,
-            [(0, 1), (1, 3), (0, 1, 2, 3)],
-            (1,),
-            (0, 1, 2, 3),
+            [*(spread(*dims, mesh=MESH[0]) for dims in ((Shard(0), Replicate()), (Replicate(), Shard(0)))), PLAIN],
+            *(1, [(0, 1), (1, 3), (0, 1, 2, 3)], (1,), (0, 1, 2, 3)),
         ),
         (
-            [spread(Shard(0), mesh=MESH[0, 1]), spread(Shard(0), mesh=MESH[0, :, 0]), torch.ones(2)],
-            2,
-            [(2,), (2,), (2,)],
-            (2,),
-            (2,),
+            [spread(Shard(0), mesh=MESH[0, 1]), spread(Shard(0), mesh=MESH[0, :, 0]), PLAIN],
+            *(2, [(2,), (2,), (2,)], (2,), (2,)),
         ),
         ([torch.ones(2)], 1, [EVERYBODY], EVERYBODY, EVERYBODY),
         ([], 1, [], EVERYBODY, EVERYBODY),
     ],
     ids=[
-        "HSDP and TP",
-        "a norm has more holders",
-        "a mesh of a part",
-        "fully sharded",
-        "DDP",
-        "not nested",
-        "meshes that cross",
-        "plain",
-        "nothing",
+        *("HSDP and TP", "a norm has more holders", "a mesh of a part", "fully sharded", "DDP", "not nested"),
+        *("meshes that cross", "plain", "nothing"),
     ],
 )
-def test_the_ranks_along_dimensions_of_replicas_hold_the_same(
-    layouts: list[Any], rank: int, each: list[Group], common: Group, plain: Group
-) -> None:
+def test_replicas_hold_the_same(layouts: Any, rank: int, each: list[Group], common: Group, plain: Group) -> None:
     holders = _HoldersByMesh(layouts, rank, 8)
     assert [holders.of(tensor) for tensor in layouts] == each
     assert (holders.all, holders.plain) == (common, plain)
@@ -161,11 +138,8 @@ def test_the_ranks_along_dimensions_of_replicas_hold_the_same(
 def test_all_ranks_tell_the_same_groups(replicated: set[int]) -> None:
     crossed = [spread(*(Replicate() if place in replicated else Shard(0) for place in range(3)))]
     crossed += [spread(Shard(0), Replicate(), Shard(0)), torch.ones(2)]
-    told = {}
-    for rank in range(8):
-        holders = _HoldersByMesh(crossed, rank, 8)
-        told[rank] = tuple({holders.of(tensor) for tensor in crossed})
-    assert all_groups(told)
+    holders = {rank: _HoldersByMesh(crossed, rank, 8) for rank in range(8)}
+    assert all_groups({rank: tuple({each.of(tensor) for tensor in crossed}) for rank, each in holders.items()})
 
 
 @pytest.fixture
@@ -221,28 +195,19 @@ def test_a_state_that_is_divided_otherwise_is_unfit(parameter: torch.nn.Paramete
     tensors = TrainingTensors([module], [optimizer])
     assert tensors.unfit() is None
     optimizer.state[parameter]["factor"] = parameter.detach().square().mean(-1, keepdim=True)
-    reason = tensors.unfit()
-    assert reason is not None
-    assert "factor of parameter 0 is a DTensor that is divided otherwise" in reason
+    assert "factor of parameter 0 is a DTensor that is divided otherwise" in str(tensors.unfit())
 
 
-@pytest.mark.usefixtures("alone")
-def test_of_a_dtensor_it_is_the_shard_of_this_rank() -> None:
-    spread = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+def test_of_a_dtensor_it_is_the_shard_of_this_rank(parameter: torch.nn.Parameter) -> None:
+    spread: Any = parameter.detach()
     part = local_part(spread)
     assert type(part) is torch.Tensor
     part[1, 1] = 5.0
     assert spread.full_tensor()[1, 1] == 5.0
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_module_of_dtensors_has_its_shards_under_its_keys() -> None:
-    module = torch.nn.Linear(2, 4, bias=False)
-    spread = distribute_tensor(module.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
-    module.weight = torch.nn.Parameter(spread)
-    optimizer = torch.optim.AdamW(module.parameters())
-    module.weight.grad = torch.ones_like(module.weight)
-    optimizer.step()
+def test_a_module_of_dtensors_has_its_shards_under_its_keys(parameter: torch.nn.Parameter) -> None:
+    module, optimizer = trained(parameter)
     found = TrainingTensors([module], [optimizer]).tensors()
     assert {key[-1] for key in found} == {"weight", "exp_avg", "exp_avg_sq", "step"}
     assert {type(tensor) for tensor in found.values()} == {torch.Tensor}

@@ -1,6 +1,7 @@
 """Buckets cover every byte once and are never too large, and groups of messages never wait in a circle."""
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,9 +42,8 @@ def test_the_sizes_of_the_default_budget() -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=9), st.lists(st.integers(0, 50), max_size=9), st.integers(1, 40))
-def test_every_byte_comes_once_in_order_and_those_of_objects_from_the_first_holder(
-    shard: list[int], inside: list[int], bucket_bytes: int
-) -> None:
+def test_every_byte_comes_once_in_order(shard: list[int], inside: list[int], bucket_bytes: int) -> None:
+    """Those of objects come from the first holder."""
     places = 5
     tensors = [torch.empty(size, dtype=torch.uint8) for size in [*shard, *inside]]
     plan = transfer._Plan.of(tensors[: len(shard)], tensors[len(shard) :], bucket_bytes, places)
@@ -70,8 +70,7 @@ def the_wire_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_element_among_others_is_a_piece_of_memory() -> None:
     one, room = torch.arange(3.0).reshape(1, 3)[:, 1], torch.zeros(1, 3)[:, 1]
-    assert one.is_contiguous()
-    assert one.stride() == (3,)
+    assert (one.is_contiguous(), one.stride()) == (True, (3,))
     bucket = (transfer._Slice(0, 0, 4),)
     piece = transfer._in_place([one], bucket)
     assert piece is not None
@@ -126,8 +125,7 @@ class Rank:
 
 
 def complete(ranks: dict[int, list[list[tuple[int, int]]]]) -> bool:
-    """Return whether all groups can be done: a rank's next one begins when all messages of the present one are
-    done.
+    """Return whether all groups can be done: a rank's next one begins when all messages of its last one are done.
 
     Messages between two ranks match in the order in which each has launched them.
     """
@@ -142,13 +140,8 @@ def complete(ranks: dict[int, list[list[tuple[int, int]]]]) -> bool:
                 named.add((min(rank, peer), max(rank, peer), launched[peer]))
             numbered[rank].append(named)
     while any(numbered.values()):
-        present = {rank: groups[0] for rank, groups in numbered.items() if groups}
-        done = {
-            name
-            for named in present.values()
-            for name in named
-            if sum(name in each for each in present.values()) == 2
-        }
+        present = Counter(name for groups in numbered.values() if groups for name in groups[0])
+        done = {name for name, ends in present.items() if ends == 2}
         if not done:
             return False
         for waiting in numbered.values():
