@@ -22,9 +22,7 @@ def own_names() -> set[str]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found |= (
-                    {node.attr} if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else set()
-                )
+                found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
     return found
@@ -38,11 +36,8 @@ def names_in(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("checkpointless"):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _BY_NAME:
-            yield from (
-                each.value
-                for each in node.args[1:2]
-                if isinstance(each, ast.Constant) and isinstance(each.value, str)
-            )
+            named = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
+            yield from (each for each in named if isinstance(each, str))
 
 
 def private_names() -> dict[str, list[str]]:

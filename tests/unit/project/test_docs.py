@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tests.unit.project.test_floors import MODULES, tree_of
 from tests.unit.project.test_readme import DOCUMENTS, ROOT
@@ -17,12 +16,8 @@ SOURCES = MODULES.values()
 MESSAGES = (DOCS / "troubleshooting.md").read_text()
 
 
-def _tables() -> dict[str, Any]:  # Any: a script's names
-    return runpy.run_path(str(DOCS / "tables.py"))
-
-
 def test_the_tables_of_settings_are_those_of_the_code() -> None:
-    tables = _tables()
+    tables = runpy.run_path(str(DOCS / "tables.py"))
     text = tables["SETTINGS"].read_text()
     assert tables["filled"](text) == text, "run `python docs/tables.py`"
 

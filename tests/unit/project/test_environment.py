@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.system import environment
-from checkpointless.system.environment import (
-    JOB_RESTART_COUNT_ENV,
-    RANK_ENV,
-    RUN_DIR_ENV,
-    WORLD_SIZE_ENV,
-    own_generation,
-    own_rank,
-    own_run_dir,
-    own_world_size,
-)
+from checkpointless.system.environment import JOB_RESTART_COUNT_ENV, RANK_ENV, RUN_DIR_ENV, WORLD_SIZE_ENV
 from tests.unit.project.test_floors import MODULES, tree_of
 
 
@@ -46,19 +37,23 @@ def test_no_variable_has_two_names() -> None:
         assert value in (short, f"CHECKPOINTLESS_{short}") or value.startswith("HYPERPOD_")
 
 
+def place() -> tuple[object, ...]:
+    return tuple(getattr(environment, f"own_{what}")() for what in ("rank", "world_size", "generation", "run_dir"))
+
+
 def test_a_process_outside_of_a_job_is_alone_and_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (RANK_ENV, WORLD_SIZE_ENV, JOB_RESTART_COUNT_ENV, RUN_DIR_ENV):
         monkeypatch.delenv(name, raising=False)
-    assert (own_rank(), own_world_size(), own_generation(), own_run_dir()) == (0, 1, 0, None)
+    assert place() == (0, 1, 0, None)
     monkeypatch.setenv(RUN_DIR_ENV, "")
-    assert own_run_dir() is None
+    assert place() == (0, 1, 0, None)
 
 
 def test_a_rank_reads_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in ((RANK_ENV, "3"), (WORLD_SIZE_ENV, "8"), (JOB_RESTART_COUNT_ENV, "2")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
-    assert (own_rank(), own_world_size(), own_generation(), own_run_dir()) == (3, 8, 2, tmp_path)
+    assert place() == (3, 8, 2, tmp_path)
     monkeypatch.setenv(RANK_ENV, "three")
     with pytest.raises(ValueError, match="three"):
-        own_rank()
+        place()

@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -61,21 +61,9 @@ FLOORS = {
     "__main__": 14,
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
-STANDARD_LIBRARY_ONLY = (
-    "system",
-    "launcher",
-    "observability",
-    "integrations",
-    "observability.telemetry",
-    "launcher.protocol",
-    "launcher.coordinator",
-    "faults",
-)
-TYPED_MESSAGES = (
-    "launcher.protocol",
-    "launcher.coordinator",
-    "observability.telemetry",
-)  # msgspec is a few hundred kilobytes, and loads in milliseconds
+# msgspec is a few hundred kilobytes, and loads in milliseconds
+TYPED_MESSAGES = ("launcher.protocol", "launcher.coordinator", "observability.telemetry")
+STANDARD_LIBRARY_ONLY = ("system", "launcher", "observability", "integrations", "faults", *TYPED_MESSAGES)
 NO_FRAMEWORK = {part for part, floor in FLOORS.items() if floor <= FLOORS["__init__"]} - {"integrations.compat"}
 
 
@@ -117,14 +105,9 @@ def imports(module: str) -> Iterator[str]:
             origin = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
             base = ".".join(filter(None, (origin, node.module)))
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and "import_module" in (
-            getattr(node.func, "attr", ""),
-            getattr(node.func, "id", ""),
-        ):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
             yield from (
-                argument.value
-                for argument in node.args
-                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+                each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
             )
 
 
@@ -150,40 +133,44 @@ def test_imports_point_down() -> None:
         assert not upwards, f"{module} imports {', '.join(sorted(upwards))} from above it"
 
 
-def test_no_parts_import_each_other_in_a_circle() -> None:
-    edges: dict[str, set[str]] = {part: set() for part in FLOORS}
-    for module in MODULES:
-        edges[part_of(module)] |= own_parts(module) - {part_of(module)}
+def require_no_circle(imported: Iterable[tuple[str, set[str]]]) -> set[str]:
+    """Require that no parts import each other in a circle; return those that import or are imported."""
+    edges: dict[str, set[str]] = {}
+    for part, theirs in imported:
+        edges.setdefault(part, set()).update(theirs - {part})
     TopologicalSorter(edges).prepare()  # this raises CycleError, with the circle
+    return edges.keys() | set().union(*edges.values())
+
+
+def test_no_parts_import_each_other_in_a_circle() -> None:
+    assert require_no_circle((part_of(module), own_parts(module)) for module in MODULES) <= FLOORS.keys()
 
 
 def test_no_rooms_of_the_lightning_engine_import_each_other_in_a_circle() -> None:
     house = f"{PACKAGE}.integrations.lightning."
 
-    def room_of(module: str) -> str:
-        return module.removeprefix(house).partition(".")[0]
+    def rooms_in(names: Iterable[str]) -> set[str]:
+        return {name.removeprefix(house).partition(".")[0] for name in names if name.startswith(house)}
 
-    inside = [module for module in MODULES if module.startswith(house)]
-    rooms = {room_of(module) for module in inside}
-    assert {"data", "boundary", "checkpoints", "frameworks"} <= rooms
-    edges: dict[str, set[str]] = {room: set() for room in rooms}
-    for module in inside:
-        theirs = {room_of(name) for name in imports(module) if name.startswith(house)}
-        edges[room_of(module)] |= (theirs & rooms) - {room_of(module)}
-    TopologicalSorter(edges).prepare()  # this raises CycleError, with the circle
+    rooms = rooms_in(MODULES)
+    found = require_no_circle(
+        (room, rooms & rooms_in(imports(each))) for each in MODULES for room in rooms_in([each])
+    )
+    assert {"data", "boundary", "checkpoints", "frameworks"} <= found
 
 
-def test_the_engine_knows_no_framework() -> None:
-    for module in (module for module in MODULES if part_of(module) in NO_FRAMEWORK):
-        found = {name for name in imports(module) if name.partition(".")[0] in FRAMEWORKS}
-        assert not found, f"{module} imports {', '.join(sorted(found))}"
-
-
-def test_what_runs_outside_of_ranks_uses_the_standard_library_only() -> None:
-    for module in (module for module in MODULES if part_of(module) in STANDARD_LIBRARY_ONLY):
-        allowed = {*sys.stdlib_module_names, PACKAGE, *(("msgspec",) if part_of(module) in TYPED_MESSAGES else ())}
-        found = {name for name in imports(module) if name.partition(".")[0] not in allowed}
-        assert not found, f"{module} imports {', '.join(sorted(found))}"
+def test_what_parts_may_import() -> None:
+    """The engine knows no framework, and what runs outside of ranks uses the standard library only."""
+    for module in MODULES:
+        part, names = part_of(module), set(imports(module))
+        allowed = {*sys.stdlib_module_names, PACKAGE, *(("msgspec",) if part in TYPED_MESSAGES else ())}
+        wrong = {
+            name
+            for name in names
+            if (part in NO_FRAMEWORK and name.partition(".")[0] in FRAMEWORKS)
+            or (part in STANDARD_LIBRARY_ONLY and name.partition(".")[0] not in allowed)
+        }
+        assert not wrong, f"{module} imports {', '.join(sorted(wrong))}"
 
 
 @pytest.mark.slow
@@ -217,9 +204,8 @@ def test_the_command_line_imports_nothing_heavy_before_it_must() -> None:
     light = {"cli", "observability.report", *STANDARD_LIBRARY_ONLY}
     for module in LIGHT:
         body = tree_of(MODULES[module]).body
-        names = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names} | {
-            node.module or "" for node in body if isinstance(node, ast.ImportFrom)
-        }
+        names = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "" for node in body if isinstance(node, ast.ImportFrom)}
         ours = {name for name in names if name.startswith(f"{PACKAGE}.")}
         assert not ours & LOADED_LATER, module
         assert {part_of(name) for name in ours} <= light, module

@@ -29,11 +29,6 @@ def commands_of(document: Path) -> Iterator[str]:
                 yield shlex.join(words)
 
 
-def commands() -> Iterator[str]:
-    for document in DOCUMENTS:
-        yield from commands_of(document)
-
-
 def quoted(document: Path) -> list[str]:
     """Return what stands between backticks, outside of code blocks."""
     prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
@@ -45,10 +40,10 @@ def source_of(module: str) -> Path | None:
     return MODULES.get(f"{module}.__init__") or MODULES.get(module)
 
 
-def names_in(source: Path) -> set[str]:
+def names_in(source: Path | None) -> set[str]:
     """Return the names that a module defines or imports at its top, those that it loads when asked for included."""
     names: set[str] = set()
-    top = ast.parse(source.read_text()).body
+    top = ast.parse(source.read_text()).body if source is not None else []
     for node in [*top, *(inner for each in top if isinstance(each, ast.If) for inner in each.body)]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
@@ -60,19 +55,17 @@ def names_in(source: Path) -> set[str]:
 
 
 def test_every_command_parses() -> None:
-    for command in sorted(set(commands())):
+    for command in sorted({command for document in DOCUMENTS for command in commands_of(document)}):
         words = shlex.split(command, comments=True)[1:]
         options, extra = command_line._parser().parse_known_args(words)
         assert all("=" in word and not word.startswith("-") for word in extra)
         for fault in getattr(options, "faults", []):
             parse(fault)
-        script = getattr(options, "script", None)
-        if script is not None and script not in FILES_OF_THE_READER:
-            assert (ROOT / script).is_file()
-        recipe = getattr(options, "recipe", None)
-        if recipe is not None and recipe not in FILES_OF_THE_READER:
-            path = ROOT / recipe if recipe.endswith(".yaml") else ROOT / "recipes" / f"{recipe}.yaml"
-            assert path.is_file()
+        script, recipe = getattr(options, "script", None) or "", getattr(options, "recipe", None) or ""
+        if recipe and not recipe.endswith(".yaml"):
+            recipe = f"recipes/{recipe}.yaml"
+        for name in {script, recipe} - {"", *FILES_OF_THE_READER}:
+            assert (ROOT / name).is_file()
 
 
 def test_every_file_exists() -> None:
@@ -84,8 +77,8 @@ def test_every_file_exists() -> None:
         for words in quoted(document):
             path = words.partition("::")[0]
             if re.fullmatch(r"[\w./-]+/[\w.-]+\.(py|yaml|md|txt|toml)", path):
-                package = [ROOT / path, ROOT / "checkpointless" / path]
-                assert any(each.is_file() for each in package), f"{document.name} names {path}"
+                found = (ROOT / path).is_file() or (ROOT / "checkpointless" / path).is_file()
+                assert found, f"{document.name} names {path}"
 
 
 def test_every_test_that_is_named_exists() -> None:
@@ -110,20 +103,14 @@ def test_every_import_exists() -> None:
         for words in quoted(document):
             if re.fullmatch(r"checkpointless(\.\w+)+", words):
                 parent, _, name = words.rpartition(".")
-                parent_source = source_of(parent)
-                found = source_of(words) or (parent_source is not None and name in names_in(parent_source))
+                found = source_of(words) or name in names_in(source_of(parent))
                 assert found, f"{document.name} names {words}"
 
 
 def test_every_make_target_exists() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {
-        name
-        for document in DOCUMENTS
-        for name in re.findall(r"\bmake ([a-z]+)\b *(?:#|`|$)", document.read_text(), re.M)
-    }
-    assert named
-    assert named <= targets
+    named = set(re.findall(r"\bmake ([a-z]+)\b *(?:#|`|$)", "\n".join(map(Path.read_text, DOCUMENTS)), re.M))
+    assert set() < named <= targets
 
 
 def test_the_diffs_of_the_readme_are_those_of_the_examples() -> None:
