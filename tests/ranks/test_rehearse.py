@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     folder.mkdir()
-    (folder / "rows.txt").write_text("96")
+    (folder / "rows.txt").write_text("192")
     return folder
 
 
@@ -39,13 +39,13 @@ def rehearse(zygote: Zygote, folder: Path, *words: str | Path) -> tuple[int, str
 
 def test_a_loop_is_exact_and_nothing_is_left_in_its_folder(nemo_zygote: Zygote, folder: Path) -> None:
     """It is longer than what is compared; it writes a checkpoint, and has epochs of 6 steps and validations."""
-    script = shutil.copy(SCRIPTS / "rehearsed.py", folder)
+    script = shutil.copy(SCRIPTS / "contract_loop.py", folder)
     code, said = rehearse(nemo_zygote, folder, "--steps", "10", script, "400", "exact")
     assert code == 0, said
     assert said.rstrip().endswith("exact: 10 steps on 2 ranks, bit by bit, in 4 runs with a fault each"), said
     assert "an epoch's end" in said, said
     assert "a validation" in said, said
-    assert sorted(path.name for path in folder.iterdir()) == ["rehearsed.py", "rows.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["contract_loop.py", "rows.txt"]
 
 
 def test_a_loop_that_does_not_declare_is_inexact(nemo_zygote: Zygote, folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_attributes_of_a_lightning_module_are_compared(nemo_zygote: Zygote, fold
 def test_a_script_that_differs_or_fails_by_itself_is_not_rehearsed(
     nemo_zygote: Zygote, folder: Path, kind: str, why: str
 ) -> None:
-    code, said = rehearse(nemo_zygote, folder, str(SCRIPTS / "rehearsed.py"), "6", kind)
+    code, said = rehearse(nemo_zygote, folder, str(SCRIPTS / "contract_loop.py"), "6", kind)
     assert code == 3, said
     assert why in said.rstrip().splitlines()[-1], said
     assert "fault-1" not in said
@@ -94,7 +94,7 @@ def test_a_script_that_differs_or_fails_by_itself_is_not_rehearsed(
 @pytest.mark.long  # unit/rehearsal/test_judge.py has the verdict
 def test_a_script_that_resumes_from_another_run_is_not_rehearsed(nemo_zygote: Zygote, folder: Path) -> None:
     """The runs without faults find nothing yet, or what the other one has written, some of their ranks or all."""
-    steps, script = ["--faults", "1", "--steps", "6"], [str(SCRIPTS / "rehearsed.py"), "9"]
+    steps, script = ["--faults", "1", "--steps", "6"], [str(SCRIPTS / "contract_loop.py"), "9"]
     code, said = rehearse(nemo_zygote, folder, *steps, *script, "resumes", str(folder / "last.pt"))
     assert code == 3, said
     last = said.rstrip().splitlines()[-1]
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_all_jobs(folder: Path, tmp_path: Path) -> None:
     marker = uuid.uuid4().hex
     (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "checkpointless", "rehearse", str(SCRIPTS / "rehearsed.py"), "60", "slow"],
+        [sys.executable, "-m", "checkpointless", "rehearse", str(SCRIPTS / "contract_loop.py"), "60", "slow"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "MARKER": marker, "TMPDIR": str(tmp_path / "tmp")},
         preexec_fn=lambda: signal.signal(

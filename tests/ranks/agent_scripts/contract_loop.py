@@ -2,11 +2,16 @@
 
 KIND: clip (a list of norms), average (a number), scaler (a loss scaler that overflows), draws (a generator),
 workers (persistent ones, whose dataset draws), or optimizer (one with an attribute that changes its updates).
+
+For rehearsals, in a folder with ``rows.txt``, with validations: exact, unseeded (the model is another one in each
+run), raises (in step 3), slow (a step takes a second), or resumes (from what an earlier run has written at PATH).
 """
 
 import functools
 import os
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from checkpointless.recovery import seed_data_workers
 
 STEPS, KIND = int(sys.argv[1]), sys.argv[2]
 IS_DECLARED = "undeclared" not in sys.argv
+IS_REHEARSED = KIND in ("exact", "unseeded", "raises", "slow", "resumes")
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -64,10 +70,20 @@ def batches(loader: Any, sampler: Any, done: int) -> Any:
         epoch, made = epoch + 1, 0
 
 
+def rows() -> Any:
+    return torch.arange(float(Path("rows.txt").read_text())).reshape(-1, 8) / 100
+
+
+def note(path: Path, step: int) -> None:
+    if dist.get_rank() == 0:
+        path.with_suffix(".new").write_text(str(step))
+        path.with_suffix(".new").replace(path)  # the job may be stopped meanwhile
+
+
 @HPWrapper()
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(1)
+    torch.manual_seed(1 if KIND != "unseeded" else time.time_ns() % 10**9)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)))
     make: Any = Paced if KIND == "optimizer" else functools.partial(torch.optim.AdamW, lr=1e-2)
     optimizer = make(model.parameters())
@@ -80,13 +96,23 @@ def main(caller: HPCallWrapper) -> None:
     training = PlainTraining(
         caller, [model], [optimizer], state=state, scaler=scaler if IS_DECLARED and KIND == "scaler" else None
     )
-    sampler: Any = DistributedSampler(Noisy())
+    sampler: Any = DistributedSampler(rows() if IS_REHEARSED else Noisy())
     workers: Any = {"num_workers": 1, "persistent_workers": True} if KIND == "workers" else {}
-    loader = DataLoader(sampler.dataset, 6, sampler=sampler, generator=torch.Generator(), **workers)
+    size = 2 if IS_REHEARSED else 6
+    loader = DataLoader(sampler.dataset, size, sampler=sampler, generator=torch.Generator(), **workers)
     seed_data_workers(loader, seed=7, rank=dist.get_rank())
+    validation = DataLoader(sampler.dataset, 4, generator=torch.Generator())
+    kept = Path((*sys.argv, "last.pt")[3])
+    done = int(kept.read_text()) if KIND == "resumes" and kept.exists() else 0
     source = None
-    for step in training.steps(STEPS):
-        if KIND == "workers":
+    for step in training.steps(done + STEPS, done=done):
+        if IS_REHEARSED and step % 4 == 0:
+            with torch.no_grad():
+                print(f"validation: {sum(float(model.module(x).sum()) for x in validation)}", flush=True)
+        if KIND == "raises" and step == 3:
+            raise ValueError("the third step")
+        time.sleep(1 if KIND == "slow" else 0)
+        if KIND == "workers" or IS_REHEARSED:
             source = source or batches(loader, sampler, step - 1)
             x = next(source)
         else:
@@ -108,6 +134,8 @@ def main(caller: HPCallWrapper) -> None:
             for each in model.parameters():
                 each.grad = each.grad * average.value if each.grad is not None else None
         training.update(loss.item())
+        if IS_REHEARSED:
+            note(kept, step)
     assert all(bool(each.isfinite().all()) for each in model.parameters())  # updates that overflow are left out
     dist.barrier()
     if dist.get_rank() == 0:
