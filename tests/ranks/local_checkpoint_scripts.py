@@ -8,6 +8,7 @@ documentation says.
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,35 +16,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+OURS, THEIRS = "checkpointless.replication.local_checkpoint", "nvidia_resiliency_ext.checkpointing.local"
+#: Where a script imports from: the manager, the class of the state and the strategies.
+MODULES = {
+    "ours": (OURS, OURS, OURS),
+    "nvrx": (
+        f"{THEIRS}.ckpt_managers.local_manager",
+        f"{THEIRS}.basic_state_dict",
+        f"{THEIRS}.replication.strategies",
+    ),
+}
+
 
 def imported(whose: str) -> SimpleNamespace:
     """Return what a script imports; of NVRx's, the class of the state is made fit for the CPU."""
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
 
-    if whose == "ours":
-        from checkpointless.replication.local_checkpoint import (
-            BasicTensorAwareStateDict,
-            CliqueReplicationStrategy,
-            LocalCheckpointManager,
-        )
-        from checkpointless.replication.local_checkpoint import LazyCliqueReplicationStrategy as Lazy
-
-        return SimpleNamespace(
-            Manager=LocalCheckpointManager,
-            State=BasicTensorAwareStateDict,
-            Lazy=Lazy,
-            Clique=CliqueReplicationStrategy,
-            Queue=AsyncCallsQueue,
-        )
-    from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict as Theirs
-    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
-        LocalCheckpointManager as TheirManager,
-    )
-    from nvidia_resiliency_ext.checkpointing.local.replication import strategies
-
+    managers, states, strategies = map(import_module, MODULES[whose])
+    state = states.BasicTensorAwareStateDict
     return SimpleNamespace(
-        Manager=TheirManager,
-        State=_on_the_cpu(Theirs),
+        Manager=managers.LocalCheckpointManager,
+        State=state if whose == "ours" else _on_the_cpu(state),
         Lazy=strategies.LazyCliqueReplicationStrategy,
         Clique=strategies.CliqueReplicationStrategy,
         Queue=AsyncCallsQueue,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.observability.report.verify import Steps
-from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.agent_job import Job
-from tests.ranks.jobs import assert_same
+from tests.ranks.users.cases import RANDPERM
+from tests.ranks.users.end import notes
+from tests.ranks.users.runs import Runs
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 END_S = 150  # a busy machine may take this long
@@ -98,20 +98,11 @@ def test_another_exit_in_the_block_ends_the_job_with_that_code(tmp_path: Path, c
     assert "incident" not in ended.err
 
 
-def test_streams_that_are_seeded_before_the_block_are_the_same_at_every_entry(tmp_path: Path) -> None:
-    def train(name: str, *faults: str) -> tuple[set[str], Steps]:
-        run_dir = tmp_path / name
-        run_dir.mkdir()
-        job = Job(run_dir, "seeded_outside.py", "6", faults=faults, record_steps=True)
-        job.end(END_S)
-        orders = [re.findall(r"order (\[.*?\]) in generation (\d+)", job.log(rank)) for rank in range(3)]
-        entered = [{int(generation) for _, generation in each} for each in orders]
-        assert entered == [set(range(len(faults) + 1))] * 3
-        return {order for each in orders for order, _ in each}, read_steps(run_dir)
-
-    undisturbed, steps = train("undisturbed")
+def test_streams_that_are_seeded_before_the_block_are_the_same_at_every_entry(runs: Runs) -> None:
     faults = ("exception@before_optimizer:rank=0,step=3", "sigkill@before_optimizer:rank=1,step=4")
-    disturbed, again = train("disturbed", *faults)
-    assert len(undisturbed) == 1
-    assert disturbed == undisturbed
-    assert_same(steps, again)
+    calm, rough = runs.calm(RANDPERM), runs.make(RANDPERM, *faults)
+    rough.assert_same(calm.steps)
+    entries = [[notes(job.run_dir, rank, "order") for rank in range(3)] for job in (calm, rough)]
+    entered = [[{line["generation"] for line in of_rank} for of_rank in of_job] for of_job in entries]
+    assert entered == [[{0}] * 3, [{0, 1, 2}] * 3]
+    assert len({str(line["order"]) for of_job in entries for of_rank in of_job for line in of_rank}) == 1

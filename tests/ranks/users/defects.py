@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 DEFECT_ENV = "CHECKPOINTLESS_TEST_DEFECT"
@@ -99,25 +99,8 @@ def batches_are_counted_anew() -> None:
     loaders._go_on_counting = lambda fetcher, position: None
 
 
-DEFECTS: Mapping[str, Callable[[], None]] = {
-    each.__name__: each
-    for each in (
-        buffers_are_not_taken_back,
-        buffers_are_a_peers,
-        attributes_are_a_step_ahead,
-        callbacks_are_a_step_ahead,
-        validations_are_repeated,
-        entry_streams_are_stale,
-        accumulated_metrics_begin_anew,
-        accumulated_metrics_are_a_peers,
-        what_a_step_has_logged_is_lost,
-        batches_are_counted_anew,
-    )
-}
-
-
 def install() -> None:
     """Install the defect that the environment names, if any, once for a process."""
     name = os.environ.pop(DEFECT_ENV, "")
     if name:
-        DEFECTS[name]()
+        globals()[name]()

@@ -26,25 +26,16 @@ def noting_data_step(fit: int, count_from: list[int], iterator: Iterator[Any]) -
 class CountingGPT(llm.GPTModel):
     """Counts its batches, and keeps the count by its own checkpoint hooks if asked to."""
 
-    def __init__(
-        self,
-        *args: Any,
-        fit: int = 0,
-        keeps: bool = False,
-        metrics: bool = False,
-        counts_starts: bool = False,
-        counts: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, fit: int = 0, features: frozenset[str] = frozenset(), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.batches_seen = 0
-        self.keeps = keeps
-        self._counts = counts
-        self.counts_starts = counts_starts
+        self.keeps = "module-state" in features
+        self._counts = "own-buffers" in features
+        self.counts_starts = "start-hooks" in features
         self.starts: list[int] = []
         self.fit_number = fit
         self.metrics: Any = torch.nn.ModuleDict()
-        if metrics:  # each is of this rank alone; one of them is logged, and so is reduced over all ranks
+        if "epoch-metrics" in features:  # each is of this rank alone; the one that is logged is reduced over all
             self.metrics = torch.nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric(), "quiet": SumMetric()})
         self._steps = [0]
         self.config.data_step_fn = partial(noting_data_step, fit, self._steps)

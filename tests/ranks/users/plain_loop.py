@@ -4,7 +4,9 @@ checkpointless run --nproc-per-node 3 tests/ranks/users/plain_loop.py --steps 6 
 """
 
 import argparse
+import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +25,9 @@ FEATURES = (
     "randperm",  # the order of the samples is drawn in the block, from the streams that the script has seeded
 )
 
-torch.manual_seed(7)  # many scripts do it here: once, when the module is loaded
+random.seed(7)  # many scripts do it here: once, when the module is loaded
+np.random.seed(7)
+torch.manual_seed(7)
 
 
 @HPWrapper()
@@ -35,7 +39,8 @@ def main(caller: HPCallWrapper) -> None:
     defects.install()
     end.note("process", fit=0)
     order = torch.randperm(SAMPLES) if "randperm" in args.features else torch.arange(SAMPLES)
-    end.note("order", fit=0, order=order.tolist())
+    drawn = random.sample(range(SAMPLES), 5) + np.random.permutation(SAMPLES)[:5].tolist()
+    end.note("order", fit=0, order=order.tolist() + drawn)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)

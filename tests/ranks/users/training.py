@@ -116,10 +116,7 @@ def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
         optim=optimizer_of(options, features),
         tokenizer=ByteTokenizer(),
         fit=fit,
-        keeps="module-state" in features,
-        metrics="epoch-metrics" in features,
-        counts_starts="start-hooks" in features,
-        counts="own-buffers" in features,
+        features=features,
     )
     trainer = trainer_of(options, features, fit, steps)
     data = data_of(options, features)
