@@ -1,22 +1,28 @@
 """Test that Megatron's checkpoints come from copies, else from storage once, and that no two are ever mixed."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import players
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.players import Outcomes, raised, returned
+from tests.ranks.players import Job, Outcomes, raised, returned
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
-Job = partial(players.Job, world=2, play="tests.ranks.dist_checkpoint_ranks:play")
+MakeJob = Callable[..., Job]
 
 
 @pytest.fixture
-def job(nemo_zygote: Zygote, tmp_path: Path) -> players.Job:
-    return Job(nemo_zygote, tmp_path)
+def make_job(nemo_zygote: Zygote, tmp_path: Path) -> MakeJob:
+    """Return a function for jobs of two ranks, if not told otherwise, with the same directories."""
+    return partial(Job, nemo_zygote, tmp_path, world=2, play="tests.ranks.dist_checkpoint_ranks:play")
+
+
+@pytest.fixture
+def job(make_job: MakeJob) -> Job:
+    return make_job()
 
 
 def raised_alike(outcomes: Outcomes, call: int, kind: str) -> str:
@@ -38,7 +44,7 @@ def loaded(outcomes: Outcomes, call: int) -> tuple[int, set[str]]:
     return sum(rank["read"] for rank in each), set(each[0]["from"])
 
 
-def test_a_checkpoint_comes_from_memory_without_its_tensors_being_read(job: players.Job) -> None:
+def test_a_checkpoint_comes_from_memory_without_its_tensors_being_read(job: Job) -> None:
     outcomes = job.run(["save", "a", 1], ["load", "a", 1], ["load", "a", 1, "megatron"])
     read, places = loaded(outcomes, 1)
     assert places == {"memory"}
@@ -46,8 +52,8 @@ def test_a_checkpoint_comes_from_memory_without_its_tensors_being_read(job: play
     assert 0 < read < plain / 5, "only the object that is not made of plain values"
 
 
-def test_what_megatron_saves_we_load_with_each_chunk_read_once(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, world=4)
+def test_what_megatron_saves_we_load_with_each_chunk_read_once(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(world=4)
     outcomes = job.run(
         ["save", "a", 1, "megatron"], ["load", "a", 1], ["load", "a", 1, "megatron"], ["metadata", "a"]
     )
@@ -61,10 +67,8 @@ def test_what_megatron_saves_we_load_with_each_chunk_read_once(nemo_zygote: Zygo
 
 
 @pytest.mark.parametrize("how", ["copies", pytest.param("parallel", marks=pytest.mark.long)])
-def test_what_we_save_megatron_loads_and_later_ranks_find_on_disks(
-    nemo_zygote: Zygote, tmp_path: Path, how: str
-) -> None:
-    job = Job(nemo_zygote, tmp_path, disk=True)
+def test_what_we_save_megatron_loads_and_later_ranks_find_on_disks(make_job: MakeJob, how: str) -> None:
+    job = make_job(disk=True)
     job.run(["save", "a", 1, how])
     outcomes = job.run(["load", "a", 1, "megatron"], ["load", "a", 1])
     loaded(outcomes, 0)
@@ -72,8 +76,8 @@ def test_what_we_save_megatron_loads_and_later_ranks_find_on_disks(
 
 
 @pytest.mark.long
-def test_another_number_of_ranks_takes_from_copies_what_is_cut_alike(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, world=4, disk=True)
+def test_another_number_of_ranks_takes_from_copies_what_is_cut_alike(make_job: MakeJob) -> None:
+    job = make_job(world=4, disk=True)
     job.run(["save", "a", 1])
     outcomes = job.run(["load", "a", 1], ["load", "a", 1, "megatron"], world=2)
     ours = [rank[0]["returned"] for rank in outcomes]
@@ -81,21 +85,21 @@ def test_another_number_of_ranks_takes_from_copies_what_is_cut_alike(nemo_zygote
     assert ours[0]["from"].keys() == {"disk", "storage"}, ours
 
 
-def test_a_new_process_gets_its_share_from_a_neighbours_memory(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, factor=2)
+def test_a_new_process_gets_its_share_from_a_neighbours_memory(make_job: MakeJob) -> None:
+    job = make_job(factor=2)
     outcomes = job.run(["save", "a", 1], ["forget", 1], ["load", "a", 1], ["parts"])
     assert loaded(outcomes, 2)[1] == {"memory"}
     assert returned(outcomes, 3) == [[[0, 1]], [[]]]
 
 
 @pytest.mark.long
-def test_without_a_neighbour_only_what_is_lost_is_read_from_storage(job: players.Job) -> None:
+def test_without_a_neighbour_only_what_is_lost_is_read_from_storage(job: Job) -> None:
     outcomes = job.run(["save", "a", 1], ["forget", 1], ["load", "a", 1])
     assert loaded(outcomes, 2)[1] == {"memory", "storage"}
 
 
-def test_a_flipped_bit_on_a_disk_is_found_and_taken_from_the_copy(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, factor=2, disk=True, memory=False)
+def test_a_flipped_bit_on_a_disk_is_found_and_taken_from_the_copy(make_job: MakeJob) -> None:
+    job = make_job(factor=2, disk=True, memory=False)
     job.run(["save", "a", 1])
     outcomes = job.run(["damage", "disk0/*part_0.held_0.ckpt"], ["load", "a", 1])
     assert loaded(outcomes, 1)[1] == {"disk"}
@@ -106,10 +110,8 @@ def test_a_flipped_bit_on_a_disk_is_found_and_taken_from_the_copy(nemo_zygote: Z
 
 
 @pytest.mark.long
-def test_a_flipped_bit_in_memory_is_found_and_taken_from_the_next_place(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
-    job = Job(nemo_zygote, tmp_path, factor=2, disk=True)
+def test_a_flipped_bit_in_memory_is_found_and_taken_from_the_next_place(make_job: MakeJob) -> None:
+    job = make_job(factor=2, disk=True)
     outcomes = job.run(
         ["save", "a", 1], ["damage_memory", 0, 0], ["load", "a", 1], ["damage_memory", 1, 0], ["load", "a", 1]
     )
@@ -118,7 +120,7 @@ def test_a_flipped_bit_in_memory_is_found_and_taken_from_the_next_place(
     assert loaded(outcomes, 4)[1] == {"memory", "disk"}
 
 
-def test_copies_of_another_checkpoint_are_never_used(job: players.Job) -> None:
+def test_copies_of_another_checkpoint_are_never_used(job: Job) -> None:
     outcomes = job.run(
         ["save", "a", 1],
         ["save", "a", 2, "megatron"],
@@ -135,8 +137,8 @@ def test_copies_of_another_checkpoint_are_never_used(job: players.Job) -> None:
     assert loaded(outcomes, 7)[1] == {"memory"}
 
 
-def test_a_save_goes_on_while_training_does(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, disk=True)
+def test_a_save_goes_on_while_training_does(make_job: MakeJob) -> None:
+    job = make_job(disk=True)
     outcomes = job.run(
         ["save_async", "a", 1],
         ["save_async", "b", 2, "parallel"],
@@ -154,7 +156,7 @@ def test_a_save_goes_on_while_training_does(nemo_zygote: Zygote, tmp_path: Path)
 
 
 @pytest.mark.parametrize("fault", [pytest.param("no_room", marks=pytest.mark.long), "kill_writer"])
-def test_a_failed_write_to_storage_costs_that_checkpoint_only(job: players.Job, fault: str) -> None:
+def test_a_failed_write_to_storage_costs_that_checkpoint_only(job: Job, fault: str) -> None:
     before = [["no_room", "b"]] if fault == "no_room" else []
     after = [["kill_writer"]] if fault == "kill_writer" else []
     calls: list[list[Any]] = [
@@ -178,7 +180,7 @@ def test_a_failed_write_to_storage_costs_that_checkpoint_only(job: players.Job, 
     assert loaded(outcomes, finish + 5)[1] == {"memory"}
 
 
-def test_bad_input_is_one_line_on_all_ranks(job: players.Job) -> None:
+def test_bad_input_is_one_line_on_all_ranks(job: Job) -> None:
     outcomes = job.run(
         ["save", "a", 1],
         ["load", "a", 1, "copies", True],
@@ -197,5 +199,5 @@ def test_bad_input_is_one_line_on_all_ranks(job: players.Job) -> None:
     assert loaded(outcomes, 8)[1] == {"memory"}
 
 
-def test_the_strategies_are_registered_by_one_call(job: players.Job) -> None:
+def test_the_strategies_are_registered_by_one_call(job: Job) -> None:
     assert returned(job.run(["load_registered", "a", 1]), 0) == [True] * 2

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,16 @@ class TwoNodes(Nodes):
         return super().end(code=code)
 
 
-def stop_and_fail(
-    job: TwoNodes, how: str, stop: Callable[[], object], go_on: Callable[[], object], for_s: float
-) -> None:
-    """Stop the disk, cause a fault, and require that the job recovers meanwhile and ends well afterwards."""
+@pytest.mark.parametrize("how", ["raise", pytest.param("SIGKILL", marks=pytest.mark.long)])
+def test_files_that_cannot_be_opened_for_a_while_delay_nobody(tmp_path: Path, how: str) -> None:
+    """A fault comes meanwhile: the job recovers before the files can be opened, and ends well afterwards."""
+    run_dir, for_s = tmp_path / "run", 2 * NODE_TIMEOUT_S
+    run_dir.mkdir()
+    job, told = TwoNodes(run_dir, tmp_path / "notes"), traceback_path(run_dir, 0, 1)
     job.train(0, 0.0)
     began_ns = time.time_ns()
     began_s = time.monotonic()
-    stop()
+    stopped = StoppedPaths(run_dir / EVENTS_FILE, run_dir / "logs" / "rank-1.log", told)
     try:
         job.train(0, began_s + for_s / 2)
         job.fail(how)
@@ -80,7 +81,7 @@ def stop_and_fail(
         raise
     finally:
         ended_ns = time.time_ns()
-        go_on()
+        stopped.go_on()
     first, second = job.end()
     assert "declared lost" not in first.err + second.err
     before, after = job.pids(0), job.pids(1)
@@ -90,35 +91,14 @@ def stop_and_fail(
     events = read_events(job.run_dir)
     assert not [event for event in events if event.stage == EventName.EVENTS_DROPPED]
     meanwhile = sorted((event for event in events if began_ns < event.ts < ended_ns), key=lambda event: event.ts)
-    assert [event.stage for event in meanwhile if event.stage in (EventName.DETECT, EventName.RECOVERED)] == [
-        "detect",
-        "recovered",
-    ]
+    found = [event.stage for event in meanwhile if event.stage in (EventName.DETECT, EventName.RECOVERED)]
+    assert found == ["detect", "recovered"]
     survivors = set(RANKS) - replaced
     for stage in ("abort", "finalize", "barrier"):
-        assert survivors <= {event.rank for event in meanwhile if (event.stage, event.edge) == (stage, "end")}, (
-            stage
-        )
-
-
-def paths_stop_for(folder: Path, how: str, for_s: float) -> None:
-    run_dir = folder / "run"
-    run_dir.mkdir()
-    job = TwoNodes(run_dir, folder / "notes")
-    paths: list[StoppedPaths] = []
-    told = traceback_path(run_dir, 0, 1)
-
-    def stop() -> None:
-        paths.append(StoppedPaths(run_dir / EVENTS_FILE, run_dir / "logs" / "rank-1.log", told))
-
-    stop_and_fail(job, how, stop, lambda: paths[0].go_on(), for_s)
+        ended = {event.rank for event in meanwhile if (event.stage, event.edge) == (stage, "end")}
+        assert survivors <= ended, stage
     if how == "raise":
         assert "the loss is not a number" in told.read_text()
-
-
-@pytest.mark.parametrize("how", ["raise", pytest.param("SIGKILL", marks=pytest.mark.long)])
-def test_files_that_cannot_be_opened_for_a_while_delay_nobody(tmp_path: Path, how: str) -> None:
-    paths_stop_for(tmp_path, how, 2 * NODE_TIMEOUT_S)
 
 
 def test_a_job_ends_while_its_events_cannot_be_written(tmp_path: Path) -> None:

@@ -54,13 +54,13 @@ class LastWords(dist.Store):
         raise ValueError("lost while the group was made")
 
 
-parts: dict[str, Any] = {"finalize": Part("clean-up")} if WHAT == "finalize" else {}
+parts: dict[str, Any] = {}
 if WHAT == "abort":
     from checkpointless.inprocess import CheckpointlessAbortManager, Compose
 
     default = CheckpointlessAbortManager.get_default_checkpointless_abort()
     parts = {"abort": Compose(*default.instances, Part("abort"))}
-if WHAT == "clean-up":
+if WHAT in ("finalize", "clean-up"):
     parts = {"finalize": Part("clean-up")}
 if WHAT == "device":
     cuda.synchronize = Part("device")
