@@ -106,25 +106,40 @@ class Job:
         return zygote
 
 
-def start_coordinator(
-    endpoint: str, nnodes: int, nproc: int, *options: str, within: Sequence[str] = ()
-) -> tuple[subprocess.Popen[str], list[str]]:
-    """Start a coordinator in a process of its own, by a command that may begin with ``within``, and have it listen.
+class Coordinator:
+    """Runs a coordinator in a process of its own, by a command that may begin with ``within``.
 
-    Returns:
-        The process, and what it has said until it listens.
+    Attributes:
+        said: what it has said until it listened.
     """
-    where = ["--rdzv-endpoint", endpoint, "--nnodes", str(nnodes), "--nproc-per-node", str(nproc)]
-    command = [*within, sys.executable, "-m", "checkpointless", "coordinator", *where, *options]
-    environment = {**os.environ, TOKEN_ENV: TOKEN}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    said: list[str] = []
-    for line in process.stderr:
-        said.append(line)
-        if f"coordinating {nnodes} nodes of {nproc} ranks" in line:
-            return process, said
-    raise AssertionError("".join(["the coordinator has ended\n", *said]))
+
+    def __init__(self, endpoint: str, nnodes: int, nproc: int, *options: str, within: Sequence[str] = ()) -> None:
+        where = ["--rdzv-endpoint", endpoint, "--nnodes", str(nnodes), "--nproc-per-node", str(nproc)]
+        self._command = [*within, sys.executable, "-m", "checkpointless", "coordinator", *where, *options]
+        self._listens = f"coordinating {nnodes} nodes of {nproc} ranks"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, also once more, and have it listen."""
+        environment, self.said = {**os.environ, TOKEN_ENV: TOKEN}, list[str]()
+        self.process = subprocess.Popen(self._command, env=environment, stderr=subprocess.PIPE, text=True)
+        while self._listens not in (line := self.next_line()):
+            self.said.append(line)
+            assert line, "".join(["the coordinator has ended\n", *self.said])
+
+    def next_line(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.readline()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def end(self, *, code: int | None = 0) -> str:
+        """Wait for the end, with that ``code`` (None: any), and return what it says since it listened."""
+        _, said = self.process.communicate(timeout=180)
+        assert code in (self.process.returncode, None), said
+        return said
 
 
 def _described(process: psutil.Process) -> str:

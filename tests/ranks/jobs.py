@@ -21,7 +21,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from tests.ports import free_port
-from tests.ranks.agent_job import TOKEN, start_coordinator
+from tests.ranks.agent_job import TOKEN, Coordinator
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import INTERFACE, Network, enter
 from tests.waiting import wait_until
@@ -207,7 +207,7 @@ def run_nodes(
     if network is not None:
         hosts = [network.name(host) for host in range(agents + 1)]
         arguments["extra_env"] = {"GLOO_SOCKET_IFNAME": INTERFACE, **settings.get("extra_env", {})}
-    coordinator = OutsideCoordinator(arguments, hosts[agents] if hosts else None) if outside else None
+    coordinator = _outside(arguments, hosts[agents] if hosts else None) if outside else None
     with _accompanied(Scene(run_dir, coordinator, network, arguments.get("rdzv_endpoint", "")), meanwhile):
         answers = zygote.run(
             agents,
@@ -235,33 +235,18 @@ def _arguments(
     }
 
 
-class OutsideCoordinator:
-    """Runs a coordinator in a process of its own, which can be killed and started again."""
-
-    def __init__(self, settings: dict[str, Any], host: str | None = None) -> None:
-        self._settings, self._within = settings, ["ip", "netns", "exec", host] if host else []
-        self.start()
-
-    def start(self) -> None:
-        asked, timeout = self._settings, str(self._settings.get("node_timeout_s", 10))
-        options = "--run-dir", asked["run_dir"], "--node-timeout", timeout, "--heartbeat-timeout", "20"
-        whose = asked["rdzv_endpoint"], asked["nnodes"], asked["nproc_per_node"]
-        self._process, _ = start_coordinator(*whose, *options, within=self._within)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def end(self) -> str:
-        _, said = self._process.communicate(timeout=180)
-        assert self._process.returncode == 0, said
-        return said
+def _outside(settings: dict[str, Any], host: str | None) -> Coordinator:
+    """Start the coordinator of a job in a process of its own, and on a host of its own if there is one."""
+    timeout, within = str(settings.get("node_timeout_s", 10)), ["ip", "netns", "exec", host] if host else []
+    options = "--run-dir", settings["run_dir"], "--node-timeout", timeout, "--heartbeat-timeout", "20"
+    whose = settings["rdzv_endpoint"], settings["nnodes"], settings["nproc_per_node"]
+    return Coordinator(*whose, *options, within=within)
 
 
 @dataclass(frozen=True)
 class Scene:
     run_dir: Path
-    coordinator: OutsideCoordinator | None
+    coordinator: Coordinator | None
     network: Network | None
     endpoint: str = ""
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -21,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from checkpointless.cli import main
 from checkpointless.observability.monitoring.http_status import MAX_CONNECTIONS
 from checkpointless.system.environment import TOKEN_ENV
-from tests.ranks.agent_job import TOKEN, Job, start_coordinator
-from tests.ranks.test_agent_nodes import NPROC, Nodes
+from tests.ranks.agent_job import TOKEN, Coordinator, Job
+from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -148,11 +147,10 @@ def test_only_the_coordinators_node_tells_of_the_whole_job(tmp_path: Path) -> No
 class WatchedNodes(Nodes):
     """Runs a job of several nodes whose coordinator, in a process of its own, serves what it knows."""
 
-    def coordinate(self) -> subprocess.Popen[str]:
-        options = "--node-timeout", "3", "--http-port", "0"
-        process, said = start_coordinator(f"127.0.0.1:{self.port}", self.nnodes, NPROC, *options)
-        self.http = Http(said)
-        return process
+    def coordinate(self, *options: str) -> Coordinator:
+        made = super().coordinate("--http-port", "0")
+        self.http = Http(made.said)
+        return made
 
 
 def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) -> None:
@@ -168,11 +166,9 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) 
     assert nodes.http.metric("incidents_total", cause="SIGKILL") == 1
     assert nodes.http.metric("job_nodes", state="joined") == 2
     assert nodes.http.metric("respawns_total") is None  # each node tells of its own
-    assert nodes.coordinator is not None
-    nodes.coordinator.terminate()
+    nodes.coordinator.process.terminate()
     nodes.end(code=1)
-    nodes.coordinator.communicate(timeout=180)
-    assert nodes.coordinator.returncode == 1
+    nodes.coordinator.end(code=1)
     assert nodes.http.is_closed()
 
 

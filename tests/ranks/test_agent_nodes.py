@@ -1,7 +1,6 @@
 """Test agents on one machine as the nodes of one job, each with processes of its own."""
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from tests.ranks.agent_job import TOKEN, Ended, Job, start_coordinator
+from tests.ranks.agent_job import TOKEN, Coordinator, Ended, Job
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
@@ -37,13 +36,12 @@ class Nodes:
         self.run_dir, self.nnodes, self.faults = run_dir, nnodes, faults
         self.port = free_port()
         self.options = {"spares": spares, "node_timeout_s": 3.0, "regroup_timeout_s": 20.0, **options}
-        self.coordinator = self.coordinate() if outside else None
+        if outside:
+            self.coordinator = self.coordinate("--run-dir", str(run_dir), "--regroup-timeout", "20")
         self.agents = [self.start(node) for node in range(nnodes + spares)]
 
-    def coordinate(self) -> subprocess.Popen[str]:
-        options = "--run-dir", str(self.run_dir), "--node-timeout", "3", "--regroup-timeout", "20"
-        process, _ = start_coordinator(f"127.0.0.1:{self.port}", self.nnodes, NPROC, *options)
-        return process
+    def coordinate(self, *options: str) -> Coordinator:
+        return Coordinator(f"127.0.0.1:{self.port}", self.nnodes, NPROC, "--node-timeout", "3", *options)
 
     def start(self, node: int, **options: Any) -> Job:
         where = {"nnodes": self.nnodes, "node_rank": node, "rdzv_endpoint": f"127.0.0.1:{self.port}"}
@@ -61,18 +59,6 @@ class Nodes:
 
     def committed(self, rank: int, step: int) -> bool:
         return any(note["step"] == step for note in self.notes("step", rank))
-
-    def end_of_coordinator(self) -> str:
-        """Return all that a coordinator in a process of its own says, which has to end well."""
-        assert self.coordinator is not None
-        _, said = self.coordinator.communicate(timeout=180)
-        assert self.coordinator.returncode == 0, said
-        return said
-
-    def kill_coordinator(self) -> None:
-        assert self.coordinator is not None
-        self.coordinator.kill()
-        self.coordinator.communicate()
 
     def kill(self, node: int) -> None:
         """Kill an agent with SIGKILL; its ranks die with it."""
@@ -191,7 +177,7 @@ def test_with_a_coordinator_of_its_own_any_node_may_be_lost(tmp_path: Path, lost
     nodes.kill_in_step_5(2 * lost)
     for node in (1 - lost, 2):
         nodes.agents[node].end()
-    said = nodes.end_of_coordinator()
+    said = nodes.coordinator.end()
     assert f"a spare takes the place of node {lost}" in said
     assert replaced(nodes) == {2 * lost: 1, 2 * lost + 1: 1}
 
@@ -202,12 +188,11 @@ def test_with_a_coordinator_of_its_own_any_node_may_be_lost(tmp_path: Path, lost
 )
 def test_a_coordinator_that_is_gone_for_good_ends_the_job(tmp_path: Path, number: int, said: list[str]) -> None:
     nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True, regroup_timeout_s=2.0)
-    assert nodes.coordinator is not None
     wait_until(lambda: nodes.notes("fault", 2))
-    nodes.coordinator.send_signal(number)
+    nodes.coordinator.process.send_signal(number)
     ended = nodes.end(code=1)
     assert all(words in each.err for each in ended for words in said)
-    nodes.coordinator.communicate(timeout=180)
+    nodes.coordinator.end(code=None)
 
 
 @pytest.mark.parametrize("while_there_is_none", [False, True])
@@ -216,21 +201,20 @@ def test_training_goes_on_without_a_coordinator_and_the_next_one_handles_a_fault
 ) -> None:
     nodes = Nodes(tmp_path, 2, "3:30:0:gate", "3:40:0:SIGKILL", outside=True, extra_env={"STEPS": "50"})
     wait_until(lambda: nodes.committed(0, 5))
-    nodes.kill_coordinator()
+    nodes.coordinator.kill()
     if while_there_is_none:
         nodes.open_gate()
         wait_until(lambda: nodes.notes("fault", 3))
         time.sleep(0.5)
-        nodes.coordinator = nodes.coordinate()
+        nodes.coordinator.start()
     else:
         wait_until(lambda: nodes.committed(0, 20))
-        nodes.coordinator = nodes.coordinate()
-        assert nodes.coordinator.stderr is not None
-        line = nodes.coordinator.stderr.readline()
-        assert "took the job over in generation 0: its ranks train undisturbed" in line
+        nodes.coordinator.start()
+        said = nodes.coordinator.next_line()
+        assert "took the job over in generation 0: its ranks train undisturbed" in said
         nodes.open_gate()
     nodes.end()
-    said = nodes.end_of_coordinator()
+    said = nodes.coordinator.end()
     assert "incident 1: rank 3 killed by SIGKILL at step 40; recovering" in said
     assert replaced(nodes) == {3: 1}
     assert {note["generation"] for note in nodes.notes("go")} == {0, 1}
@@ -240,12 +224,12 @@ def test_a_coordinator_lost_during_an_incident_is_replaced_by_one_that_finishes_
     nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True)
     nodes.kill_in_step_5(2)
     wait_until(lambda: nodes.notes("notice", 0))
-    nodes.kill_coordinator()
-    nodes.coordinator = nodes.coordinate()
+    nodes.coordinator.kill()
+    nodes.coordinator.start()
     again = nodes.start(1)
     nodes.agents[0].end()
     again.end()
-    said = nodes.end_of_coordinator()
+    said = nodes.coordinator.end()
     assert "its ranks have to regroup" in said
     assert replaced(nodes) == {2: 1, 3: 1}
 

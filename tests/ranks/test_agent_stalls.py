@@ -80,8 +80,7 @@ def test_a_job_that_shows_no_progress_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("pause_s"), [4.5, pytest.param(7.0, marks=pytest.mark.long)])
 def test_a_coordinator_that_is_paused_loses_nobody(tmp_path: Path, pause_s: float) -> None:
     nodes = Nodes(tmp_path, 2, "2:30:0:gate", outside=True, extra_env={"STEPS": "40"})
-    coordinator = nodes.coordinator
-    assert coordinator is not None
+    coordinator = nodes.coordinator.process
     wait_until(lambda: nodes.committed(0, 5))
     coordinator.send_signal(signal.SIGSTOP)
     time.sleep(pause_s)
@@ -89,7 +88,7 @@ def test_a_coordinator_that_is_paused_loses_nobody(tmp_path: Path, pause_s: floa
     time.sleep(2.0)
     nodes.open_gate()
     nodes.end()
-    said = nodes.end_of_coordinator()
+    said = nodes.coordinator.end()
     assert counts(nodes) == one_each(4)
     assert "; recovering" not in said
     assert {note["generation"] for note in nodes.notes("go")} == {0}

@@ -97,9 +97,8 @@ def test_two_nodes_a_spare_and_a_coordinator(
     tmp_path: Path, leaves_nothing: Callable[[list[psutil.Process], int], None], seed: int
 ) -> None:
     nodes = Nodes(tmp_path / "run", 2, "2:5:0:sleep", spares=1, outside=True)
-    assert nodes.coordinator is not None
     wait_until(lambda: nodes.notes("fault", 2))
-    processes = [psutil.Process(nodes.coordinator.pid)]
+    processes = [psutil.Process(nodes.coordinator.process.pid)]
     for agent in nodes.agents:
         processes += agent.left()
     assert len(processes) >= 1 + 3 * 2 + 4  # the coordinator, three agents with a zygote each, four ranks
@@ -107,7 +106,7 @@ def test_two_nodes_a_spare_and_a_coordinator(
     for agent in nodes.agents:
         agent.process.communicate()
         wait_until(lambda agent=agent: agent.left() == [], GONE_WITHIN_S)  # type: ignore[misc]
-    nodes.coordinator.communicate()
+    nodes.coordinator.end(code=None)
 
 
 @pytest.mark.long  # the test above kills the same processes but workers
