@@ -292,5 +292,6 @@ def launch_here(settings: dict[str, Any], late: float | None, hosts: list[str]) 
     said: list[str] = []
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     settings["run_dir"] = Path(settings["run_dir"])
-    code = launch(LaunchConfig(**settings, preload=(), cpu=True, fork_here=True, stream_logs=False), said.append)
+    settings = {"preload": (), "cpu": True, "fork_here": True, "stream_logs": False, **settings}
+    code = launch(LaunchConfig(**settings), said.append)
     return {"code": code, "said": said}
