@@ -18,7 +18,7 @@ from checkpointless.faults.spec import parse
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
 from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
+from checkpointless.observability.telemetry.events import Event, read_events
 from checkpointless.observability.telemetry.steps import Recording, read_steps
 from tests.ports import free_port
 from tests.ranks.agent_job import TOKEN, Coordinator
@@ -42,6 +42,10 @@ class Job:
     @property
     def incidents(self) -> list[IncidentSummary]:
         return summarize(read_events(self.run_dir))
+
+    def events(self, stage: str, edge: str | None = None, rank: int | None = None) -> list[Event]:
+        found = [event for event in read_events(self.run_dir) if event.stage == stage]
+        return [event for event in found if edge in (None, event.edge) and rank in (None, event.rank)]
 
     def log(self, rank: int) -> str:
         return (self.run_dir / "logs" / f"rank-{rank}.log").read_text(errors="replace")
@@ -154,8 +158,7 @@ def require_nothing_left(job: Job, rank: int, incidents: int) -> None:
     """Require that a rank that lived through incidents has, two steps after each, no more than after the first."""
     residues = [
         (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
-        for event in read_events(job.run_dir)
-        if event.rank == rank and event.stage == EventName.SETTLED
+        for event in job.events(EventName.SETTLED, rank=rank)
     ]
     threads, descriptors, memory = zip(*residues)
     assert len(residues) == incidents

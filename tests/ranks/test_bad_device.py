@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
 from checkpointless.observability.telemetry.steps import read_steps
 from tests.ranks.agent_job import Job
 from tests.ranks.jobs import assert_same
@@ -35,17 +34,13 @@ class CheckedNodes(Nodes):
         return super().start(node, device_check=f"sh '{self._check}' {node} '{self.seen}'", **options)
 
 
-def bad_devices(run_dir: Path) -> list[tuple[Any, ...]]:
-    return [
-        (event.rank, event.fields["node_number"], event.fields["remedy"])
-        for event in read_events(run_dir)
-        if event.stage == EventName.BAD_DEVICE
-    ]
+def bad_devices(job: Job) -> list[tuple[Any, ...]]:
+    found = job.events(EventName.BAD_DEVICE)
+    return [(event.rank, event.fields["node_number"], event.fields["remedy"]) for event in found]
 
 
-def checks(run_dir: Path) -> list[tuple[int | None, int, str]]:
-    events = read_events(run_dir)
-    return [(each.rank, each.node, each.fields["why"]) for each in events if each.stage == EventName.DEVICE_CHECK]
+def checks(job: Job) -> list[tuple[int | None, int, str]]:
+    return [(each.rank, each.node, each.fields["why"]) for each in job.events(EventName.DEVICE_CHECK)]
 
 
 def test_a_spare_takes_the_place_of_a_node_whose_device_does_not_pass(tmp_path: Path) -> None:
@@ -58,9 +53,9 @@ def test_a_spare_takes_the_place_of_a_node_whose_device_does_not_pass(tmp_path: 
     first, given_up, _ = (agent.end(code=code) for agent, code in zip(nodes.agents, (0, 1, 0), strict=True))
     assert f"rank 2: {WHY}" in given_up.err
     assert f"node 1 is given up for a spare: the device of rank 2 must not be used: {WHY}" in first.err
-    assert bad_devices(run_dir) == [(2, 1, "give_up")]
+    assert bad_devices(nodes.agents[0]) == [(2, 1, "give_up")]
     assert sorted(nodes.seen.read_text().split()) == ["2", "3"]
-    assert sorted(checks(run_dir)) == [(2, 1, WHY), (2, 2, ""), (3, 2, "")]
+    assert sorted(checks(nodes.agents[0])) == [(2, 1, WHY), (2, 2, ""), (3, 2, "")]
     assert_same(read_steps(tmp_path / "undisturbed"), read_steps(run_dir), STEPS)
 
 
@@ -71,6 +66,6 @@ def test_without_a_spare_the_rank_is_started_with_a_warning_unless_its_device_pa
     command = f"sh -c 'echo a row of rank $RANK is bad; exit {int(not passes)}'"
     job = Job(tmp_path / "run", SCRIPT, *ARGS, faults=(FAULT,), device_check=command)
     ended = job.end()
-    assert checks(job.run_dir) == [(2, 0, "" if passes else WHY)]
-    assert bad_devices(job.run_dir) == ([] if passes else [(2, 0, "try")])
+    assert checks(job) == [(2, 0, "" if passes else WHY)]
+    assert bad_devices(job) == ([] if passes else [(2, 0, "try")])
     assert ("rank 2 is started on it once more" in ended.err) is not passes

@@ -10,7 +10,6 @@ import pytest
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import RUNNER, Attempt, Disturb, Job, Trainings, TrainingsOf, run_job, small
 from tests.ranks.layouts import PP2, TP2, with_checkpoints
 from tests.ranks.nemo_zygote import Zygote
@@ -27,14 +26,8 @@ def of_recipe(trainings_of: TrainingsOf) -> Trainings:
 
 
 def moved(job: Job, rank: int) -> list[int]:
-    return [
-        int(event.fields["bytes"])
-        for event in read_events(job.run_dir)
-        if event.rank == rank
-        and event.stage == EventName.TRANSFER
-        and event.edge == "end"
-        and "bytes" in event.fields
-    ]
+    ends = job.events(EventName.TRANSFER, "end", rank)
+    return [int(event.fields["bytes"]) for event in ends if "bytes" in event.fields]
 
 
 def test_it_trains(of_recipe: Trainings) -> None:
@@ -60,12 +53,8 @@ def test_what_arrived_is_kept_when_the_rest_of_a_recovery_fails(disturb: Disturb
     job = disturb(4, 5, "sigkill@between:rank=1,step=2", "exception@transfer:rank=3,step=2")
     assert len(job.incidents) == 2
     assert job.incidents[-1].target == 2
-    kept = [
-        int(event.fields["kept"])
-        for event in read_events(job.run_dir)
-        if event.rank == 1 and event.stage == EventName.TRANSFER and event.fields.get("sources")
-    ]
-    assert kept[-1] > 0, "it came in the recovery before"
+    filled = [event for event in job.events(EventName.TRANSFER, rank=1) if event.fields.get("sources")]
+    assert int(filled[-1].fields["kept"]) > 0, "it came in the recovery before"
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import PHASES, Attempt, Job, Trainings, faults_in
 
@@ -60,11 +59,11 @@ def test_dense_parameters_come_from_more_ranks_than_experts(train: Train, precis
     )
     job = train(4, 8, "ep=2 distributed=0" + precision, *faults)
     everybody, experts = {"holders": 4, "sources": [0, 2, 3]}, {"holders": 2, "sources": [3]}
-    decided = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DECIDE]
+    decided = [event.fields for event in job.events(EventName.DECIDE)]
     assert next(each["parts"] for each in decided if each.get("refills", {}).keys() == {"1"}) == {
         "1": [everybody, experts]
     }
-    received = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.TRANSFER]
+    received = [event.fields for event in job.events(EventName.TRANSFER)]
     assert {(0, 2, 3), (1, 2, 3)} <= {tuple(each["sources"]) for each in received if each.get("bytes")}
 
 

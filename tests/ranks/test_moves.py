@@ -75,7 +75,7 @@ def test_a_node_moves_and_no_step_is_made_twice(tmp_path: Path, calm: Calm, layo
     assert_same(calm(layout), read_steps(tmp_path), STEPS)
     (incident,) = incidents(nodes)
     assert (incident.how, incident.rung, incident.steps_lost) == ("planned", Rung.OWN_STATE, 0)
-    (moved,) = [event for event in read_events(tmp_path) if event.stage == EventName.MOVED]
+    (moved,) = nodes.agents[0].events(EventName.MOVED)
     assert moved.fields["node_number"] == 1
     assert "node 1 moves to a spare" in ended[0].err
 

@@ -13,7 +13,6 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.report.verify import Quantity, Steps, compare
-from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Job, run_job, small
 from tests.ranks.layouts import DROPOUT
 from tests.ranks.mutants import UPDATE_HELD_UP
@@ -94,11 +93,7 @@ def test_without_a_defect_every_bit_is_the_same(
     assert set(earlier) <= {Outcome.RESUMED, Outcome.ESCALATED}  # the next step's fault may come before all said so
     assert job.incidents[0].target == scene.target
     if scene.args == HELD_UP:
-        noticed = {
-            event.rank: event.fields["noticed"]
-            for event in read_events(job.run_dir)
-            if event.stage == UPDATE_HELD_UP
-        }
+        noticed = {event.rank: event.fields["noticed"] for event in job.events(UPDATE_HELD_UP)}
         assert noticed == dict.fromkeys((0, 2, 3), True), "the fault came in the middle of their updates"
 
 

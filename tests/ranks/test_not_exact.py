@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from checkpointless.observability.report.incidents import Outcome
-from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Attempt, Job
 
@@ -55,4 +54,4 @@ def test_a_strict_job_ends_with_why(attempt: Attempt, trainer: str) -> None:
 def test_a_strict_job_that_is_exact_says_nothing(attempt: Attempt, trainer: str) -> None:
     job = _train(attempt, trainer, "nothing", strict=True)
     assert any(line.endswith("nothing was lost") for line in job.said), job.story()
-    assert not any(event.stage == "inexact" for event in read_events(job.run_dir))
+    assert not job.events("inexact")

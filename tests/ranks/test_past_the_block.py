@@ -2,7 +2,6 @@
 
 import pytest
 
-from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Attempt, Trainings
 
@@ -35,10 +34,7 @@ def test_a_module_from_outside_keeps_the_gradients_of_an_update_that_is_still_to
     """The next trainer, which has the same module, clears them before rank 1 makes the update."""
     fault = "exception@after_optimizer:rank=0,step=3"
     job = trainings.rough(2, (*ARGS, "outside"), fault, steps=STEPS, more=("late",))
-    decided = [
-        event.fields for event in read_events(job.run_dir) if event.stage == "decide" and event.edge == "end"
-    ]
-    assert [fields["redo"] for fields in decided] == [[1], [1]]
+    assert [event.fields["redo"] for event in job.events("decide", "end")] == [[1], [1]]
 
 
 @pytest.mark.long

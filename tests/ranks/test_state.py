@@ -4,7 +4,6 @@ import pytest
 
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Attempt, Disturb, Job, small
 from tests.ranks.layouts import DROPOUT, EP2
 
@@ -47,14 +46,8 @@ def test_every_megatron_optimizer(disturb: Disturb, args: tuple[str, ...]) -> No
 
 def transfers(job: Job, rank: int) -> list[dict[str, object]]:
     """Return the fields of every transfer that filled ``rank``."""
-    return [
-        dict(event.fields)
-        for event in read_events(job.run_dir)
-        if event.stage == EventName.TRANSFER
-        and event.edge == "end"
-        and event.rank == rank
-        and event.fields.get("sources")
-    ]
+    ends = job.events(EventName.TRANSFER, "end", rank)
+    return [dict(event.fields) for event in ends if event.fields.get("sources")]
 
 
 def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:

@@ -19,7 +19,7 @@ def _train(attempt: Attempt, way: str, steps: int = 60, nproc: int = 4, *faults:
     job = attempt(nproc, args=(str(steps), way), faults=faults, code=None)  # one is not to come as often as it may
     assert job.code == 0, job.story()
     assert job.incidents == []
-    ends = [event.fields["step"] for event in read_events(job.run_dir) if event.stage == EventName.TRAINED]
+    ends = [event.fields["step"] for event in job.events(EventName.TRAINED)]
     assert ends == [steps] * nproc  # so that the report knows what follows the training
     return job
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checkpointless.observability.report.incidents import IncidentSummary
 from checkpointless.observability.report.verify import Steps, compare
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import Event, read_events
+from checkpointless.observability.telemetry.events import Event
 from checkpointless.replication import exchange as exchanges
 from checkpointless.replication.exchange import CliqueExchange, clique_group
 from checkpointless.replication.host_memory import HostMemoryPool
@@ -61,7 +61,7 @@ def kept(of_recipe: Trainings) -> Kept:
 
 def taken(job: Job) -> list[Event]:
     """Return, in the order of the log, where each rank's state came from."""
-    return [event for event in read_events(job.run_dir) if event.stage == EventName.COPIES and event.edge == "end"]
+    return job.events(EventName.COPIES, "end")
 
 
 def sources(job: Job, generation: int) -> dict[int | None, tuple[str, int]]:

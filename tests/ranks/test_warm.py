@@ -9,7 +9,6 @@ import pytest
 
 from checkpointless.observability.report.verify import Steps
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Attempt, Disturb, Job
 from tests.ranks.layouts import DROPOUT, EP2, PP2
 
@@ -31,11 +30,7 @@ OVERLAP = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_
 
 
 def told(job: Job) -> list[Mapping[str, Any]]:
-    return [
-        event.fields
-        for event in read_events(job.run_dir)
-        if event.stage == EventName.WARM and "kept" in event.fields
-    ]
+    return [event.fields for event in job.events(EventName.WARM) if "kept" in event.fields]
 
 
 ONCE = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"

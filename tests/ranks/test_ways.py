@@ -10,7 +10,6 @@ import pytest
 from checkpointless.faults.spec import FaultKind, parse
 from checkpointless.observability.report.incidents import Outcome
 from checkpointless.observability.telemetry.event_names import EventName
-from checkpointless.observability.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
@@ -138,7 +137,7 @@ def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, 
     job = disturb(2, STEPS, *FAULTS, last, args=(*SMALL, *args, "trainer.limit_val_batches=1"), limit_s=200.0)
     first, second, last_target = (incident.target for incident in job.incidents)
     assert (first, second in (4, 5), last_target) == (2, True, STEPS)  # who is left may have made step 5
-    cached = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]
+    cached = [event.fields for event in job.events(EventName.DATASETS)]
     assert [each["kept"] for each in cached] == [True] * 2 + [False] * 4, cached  # a new rank's are built by all
 
 
