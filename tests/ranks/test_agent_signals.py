@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.agent_job import Job
+from checkpointless.observability.telemetry.events import read_events
+from tests.ranks.agent_job import Ended, Job
 from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
 
@@ -24,13 +25,18 @@ def wait_for_ranks(folder: Path, count: int) -> None:
     wait_until(lambda: left(folder, "began") == list(range(count)), 120)
 
 
+def send(folder: Path, number: signal.Signals, *args: str, code: int = 1, **options: Any) -> Ended:
+    """Send a signal to a job of two ranks that have begun, and wait for its end."""
+    job = Job(folder, "signalled.py", *args, nproc=2, **options)
+    wait_for_ranks(folder, 2)
+    job.process.send_signal(number)
+    return job.end(code=code)
+
+
 @pytest.mark.parametrize("options", [{}, pytest.param({"preload": ("sets_up_cuda",)}, marks=pytest.mark.long)])
 def test_a_signal_for_the_script_has_it_save_and_end_well(tmp_path: Path, options: dict[str, Any]) -> None:
     """This is what Slurm's ``--signal=USR1@90`` does before the time limit."""
-    job = Job(tmp_path, "signalled.py", "SIGUSR1", "0,1", "0", nproc=2, **options)
-    wait_for_ranks(tmp_path, 2)
-    job.process.send_signal(USR1)
-    ended = job.end()
+    ended = send(tmp_path, USR1, "SIGUSR1", "0,1", "0", code=0, **options)
     assert ("has initialized CUDA" in ended.err) == bool(options)
     for what in ("saved", "after", "atexit"):
         assert left(tmp_path, what) == [0, 1], what
@@ -51,29 +57,20 @@ def test_a_signal_is_kept_from_a_rank_that_would_die_of_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [TERM, HUNG_UP, QUIT])
 def test_a_signal_that_ends_the_job_leaves_time_to_save(tmp_path: Path, number: signal.Signals) -> None:
-    job = Job(tmp_path, "signalled.py", number.name, "0,1", "1", nproc=2)
-    wait_for_ranks(tmp_path, 2)
-    job.process.send_signal(number)
-    assert job.end(code=1).err == f"stopped by {number.name}\n"
+    assert send(tmp_path, number, number.name, "0,1", "1").err == f"stopped by {number.name}\n"
     for what in ("saved", "after", "atexit"):
         assert left(tmp_path, what) == [0, 1], what
 
 
 def test_ctrl_c_raises_keyboard_interrupt_in_the_ranks(tmp_path: Path) -> None:
-    job = Job(tmp_path, "signalled.py", "SIGUSR1", "", "0", nproc=2)
-    wait_for_ranks(tmp_path, 2)
-    job.process.send_signal(signal.SIGINT)
-    assert job.end(code=1).err == "stopped by SIGINT\n"
+    assert send(tmp_path, signal.SIGINT, "SIGUSR1", "", "0").err == "stopped by SIGINT\n"
     assert left(tmp_path, "interrupted") == left(tmp_path, "atexit") == [0, 1]
     assert left(tmp_path, "after") == []
 
 
 def test_ranks_that_die_of_the_signal_are_no_incident(tmp_path: Path) -> None:
-    job = Job(tmp_path, "signalled.py", "SIGUSR1", "", "0", nproc=2)
-    wait_for_ranks(tmp_path, 2)
-    job.process.send_signal(TERM)
-    assert job.end(code=1).err == "stopped by SIGTERM\n"
-    assert job.events("detect") == []
+    assert send(tmp_path, TERM, "SIGUSR1", "", "0").err == "stopped by SIGTERM\n"
+    assert not any(event.stage == "detect" for event in read_events(tmp_path))
 
 
 def test_what_does_not_end_in_time_is_killed_and_named(tmp_path: Path) -> None:
