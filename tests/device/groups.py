@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -185,7 +185,7 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- messages
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> LateWork:
-        data, number = b"".join(map(_bytes, tensors)), self._number(self._communicator.rank, peer)
+        data, number = pickle.dumps([*map(_bytes, tensors)]), self._number(self._communicator.rank, peer)
         _count(self, tensors, peer)
         return self._launch([], lambda: self._communicator.send(peer, number, data))
 
@@ -196,7 +196,7 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         def work() -> None:
             data = self._communicator.receive(peer, number)
             if data is not None:
-                _copy(tensors, _tensors(data, tensors))
+                _copy(tensors, _tensors(pickle.loads(data), tensors))
 
         return self._launch(tensors, work)
 
@@ -223,9 +223,9 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         """
         known = [given for _ in self._ranks] if shapes is None else shapes
         return self._exchanging(
-            [b"".join(map(_bytes, given))],
+            [_bytes(each) for each in given],
             outputs,
-            lambda found: take([_tensors(each[0], like) for each, like in zip(found, known, strict=True)]),
+            lambda found: take([_tensors(each, like) for each, like in zip(found, known, strict=True)]),
         )
 
     def _exchanging(
@@ -233,13 +233,12 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> LateWork:
         """Launch an exchange of byte strings, one for each rank or one for all."""
         self._launched += 1
-        lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64).numpy().tobytes()
-        data = len(parts).to_bytes(8, "little") + lengths + b"".join(parts)
+        data = pickle.dumps(parts)
 
         def work() -> None:
             found = self._communicator.exchange(data)
             if found is not None:
-                take([_split(each) for each in found])
+                take([pickle.loads(each) for each in found])
 
         return self._launch(outputs, work)
 
@@ -262,13 +261,6 @@ def create(device: Device) -> Callable[..., LateNCCLGroup]:
     return make
 
 
-def _split(data: bytes) -> list[bytes]:
-    count = int.from_bytes(data[:8], "little")
-    lengths = [int.from_bytes(data[8 + 8 * each : 16 + 8 * each], "little") for each in range(count)]
-    ends = list(itertools.accumulate(lengths, initial=8 + 8 * count))
-    return [data[begin:end] for begin, end in itertools.pairwise(ends)]
-
-
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
@@ -279,9 +271,7 @@ def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(like.dtype).reshape(like.shape)
 
 
-def _tensors(data: bytes, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    ends = list(itertools.accumulate((each.numel() * each.element_size() for each in like), initial=0))
-    parts = [data[begin:end] for begin, end in itertools.pairwise(ends)]
+def _tensors(parts: Sequence[bytes], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [_tensor(part, each) for part, each in zip(parts, like, strict=True)]
 
 
