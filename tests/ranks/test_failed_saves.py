@@ -38,8 +38,7 @@ def spoiled(runs: Runs, run_dir: Path) -> Callable[..., Job]:
     """Return a function that makes a run with storage that is spoiled as it is told."""
 
     def make(features: str, steps: int, spoils: str, **settings: Any) -> Job:
-        run = Run(features, steps, script="spoiled.py", nproc=NPROC)
-        return runs.make(run, run_dir=run_dir, extra_env={SPOILS_ENV: spoils}, **settings)
+        return runs.make(Run(features, steps), run_dir=run_dir, extra_env={SPOILS_ENV: spoils}, **settings)
 
     return make
 

@@ -30,7 +30,7 @@ class Spoiler(pl.Callback):
     """
 
     def __init__(self) -> None:
-        asked = [each.split() for each in os.environ.get(SPOILS_ENV, "").split(",")]
+        asked = [each.split() for each in os.environ[SPOILS_ENV].split(",")]
         self.asked = [(how, int(first), int(last)) for how, first, last in asked]
         self.rank = int(os.environ["RANK"])
 

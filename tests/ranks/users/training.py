@@ -38,6 +38,7 @@ from tests.ranks.users.data import (
     TwoLoaders,
 )
 from tests.ranks.users.modules import CountingGPT, PlateauScheduler
+from tests.ranks.users.spoiler import Spoiler
 
 #: ``--features`` takes these words.
 FEATURES = (
@@ -196,6 +197,8 @@ def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.Me
 
 def callbacks_of(options: argparse.Namespace, features: frozenset[str], fit: int) -> list[Any]:
     callbacks: list[Any] = [CheckpointlessCallback(), *(each() for each in more_callbacks)]
+    if end.SPOILS_ENV in os.environ:
+        callbacks.append(Spoiler())
     if "ema" in features:
         callbacks.append(Averaging())
     if "callback-hooks" in features:
