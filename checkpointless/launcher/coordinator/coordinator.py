@@ -149,7 +149,9 @@ class _Takeover:
         job = self._job
         is_known = job.is_in_place(node) and standing.run_id == job.rendezvous.run_id
         missed = is_known and self._missed_the_begin(standing)
-        if not missed and not (is_known and self._is_of_this_generation(standing)):
+        finished = standing.finished and job.phase is not Phase.FINISHING
+        is_of_this = is_known and standing.generation == job.generation and not finished
+        if not missed and not is_of_this:
             if not node.is_back or self._membership.begin_anew(node, "it came back from another generation"):
                 node.send(messages.Discard())  # other processes may have taken the place of its ranks
             return
@@ -184,10 +186,6 @@ class _Takeover:
         """Start the ranks of nodes that have come meanwhile, if no node is missing any more."""
         if not self._job.not_joined and self._job.phase is Phase.GATHERING:
             self._processes.start_missing()
-
-    def _is_of_this_generation(self, standing: messages.Standing) -> bool:
-        finished = standing.finished and self._job.phase is not Phase.FINISHING
-        return standing.generation == self._job.generation and not finished
 
     def _missed_the_begin(self, standing: messages.Standing) -> bool:
         """Return whether a node's ranks, as they were asked for last, wait for a generation that has begun."""

@@ -221,14 +221,13 @@ def _tiers(ends: Sequence[Event]) -> dict[str, tuple[int, ...]]:
 
 
 def _detection(events: Sequence[Event]) -> Event:
-    """Return the most informative ``detect`` event: the last that is not a victim's; victims often report first."""
+    """Return the most informative ``detect`` event: the last that is not a victim's; victims often report first.
+
+    A victim's is an exception without a culprit; the loss of a node does not count.
+    """
     told = [event for event in events if event.stage == EventName.DETECT] or events[:1]
-    return ([event for event in told if not _tells_of_a_victim(event)] or told)[-1]
-
-
-def _tells_of_a_victim(detect: Event) -> bool:
-    """Return whether ``detect`` reports an exception without a culprit; the loss of a node does not count."""
-    return detect.fields.get("how") == "exception" and not isinstance(detect.fields.get("culprit"), int)
+    others = [e for e in told if e.fields.get("how") != "exception" or isinstance(e.fields.get("culprit"), int)]
+    return (others or told)[-1]
 
 
 def _generation(events: Sequence[Event]) -> int:

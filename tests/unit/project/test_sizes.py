@@ -8,7 +8,7 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 45_080,
+    "lines of the product": 45_065,
     "modules of the product": 207,
     "public names of the product": 595,
     "private names of other packages": 104,

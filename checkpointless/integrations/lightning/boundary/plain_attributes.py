@@ -111,7 +111,10 @@ class _Part:
                 continue
             present = now.get(name.removesuffix(_OBJECT))
             if name.endswith(_OBJECT):
-                self._put_object(name.removesuffix(_OBJECT), present, value)
+                if is_generator(present) or isinstance(present, torch.amp.GradScaler):
+                    put_object(present, value)
+                else:
+                    logger.warning(_NO_OBJECT, self.name, name.removesuffix(_OBJECT), self.name)
                 continue
             if (name in now and not _may_be_plain(present)) or self._is_of_model(present):
                 continue  # what the block has made since stays
@@ -121,12 +124,6 @@ class _Part:
         for name in now.keys() - {*values, *names} if names is not None else ():
             if _may_be_plain(now[name]) and not self._is_of_model(now[name]):
                 delattr(self._part, name)
-
-    def _put_object(self, name: str, present: object, state: Any) -> None:
-        if is_generator(present) or isinstance(present, torch.amp.GradScaler):
-            put_object(present, state)
-        else:
-            logger.warning(_NO_OBJECT, self.name, name, self.name)
 
     def _hparams(self) -> dict[str, Any]:
         """Return what save_hyperparameters() has kept; a hook may change it, and later steps use it."""

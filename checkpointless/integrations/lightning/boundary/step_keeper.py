@@ -568,7 +568,7 @@ class Restoration:
         trainer, manager, objects = self._trainer, self._manager, self._objects
         position = DataPosition(*objects["data"])
         if self.begins_epoch:
-            self._data.begin_epoch_at(position)
+            self._data.begin_epoch(position)
         elif self._is_in_training:  # else Lightning knows where the data stood
             self._data.resume_at(position, trainer.fit_loop)
         _load_again(trainer, objects["checkpoint"])

@@ -291,19 +291,10 @@ class TrainingData:
         if self._tracked is not None:
             self._tracked.set_up()
 
-    def begin_epoch(self) -> None:
-        """Begin an epoch; the one before it was over when it was resumed."""
+    def begin_epoch(self, position: DataPosition | None = None) -> None:
+        """Begin an epoch at ``position``, where the loops resume; None: after one that was over, or at first."""
         if self._tracked is not None:
-            self._tracked.begin_epoch()
-        self._begin_anew()
-
-    def begin_epoch_at(self, position: DataPosition) -> None:
-        """Let the epoch that begins where the loops resume begin at ``position``."""
-        if self._tracked is not None:
-            self._tracked.begin_at(position.consumed)
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
+            self._tracked.begin_epoch(position)
         for sampler in _samplers_of(self._stateful) if self._stateful is not None else ():
             # torchdata's StatefulDistributedSampler takes the place that it was given for that of the next pass.
             if getattr(sampler, "next_yielded", None) is not None:
@@ -474,16 +465,16 @@ class _TrackedSampler(_StandIn):
                 inner.consumed_samples, begins_at = self.began_at, -1
             yield item
 
-    def begin_epoch(self) -> None:
-        """Begin the epoch after one that was over when it was resumed and whose iterator's batches are not used."""
-        if self._went_on_at is not None:
-            self.begin_at(self._went_on_at.consumed)
-            self._position = None
+    def begin_epoch(self, position: DataPosition | None) -> None:
+        """Begin an epoch at ``position``, whatever an unused iterator of Megatron's sampler has counted.
 
-    def begin_at(self, consumed: int | None) -> None:
-        """Let Megatron's sampler begin an epoch at ``consumed``, whatever an unused iterator has counted."""
-        if consumed is not None and _is_megatrons(self._inner):
-            self._inner.consumed_samples = consumed
+        None: after one that was over when it was resumed, if any was, and whose iterator's batches are not used.
+        """
+        begins_at = position or self._went_on_at
+        if begins_at is not None and begins_at.consumed is not None and _is_megatrons(self._inner):
+            self._inner.consumed_samples = begins_at.consumed
+        if position is None and begins_at is not None:
+            self._position = None
 
     @property
     def consumed(self) -> int | None:
