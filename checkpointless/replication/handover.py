@@ -106,26 +106,28 @@ def _sealed(held: HeldState, content: Content) -> Part:
 
 def take_over(own: RankLocalState) -> Snapshot | None:
     """Return what the process before this one has left; None, with a warning if it is damaged: it left nothing."""
-    root, rank = _root(), own_rank()
-    if root is None or not root.is_dir():
-        return _fetch(own)
+    root = _root()
+    is_here = root is not None and root.is_dir()
     try:
-        shelf = DirectoryStore(root).shelf(own_world_size())
-        for save in sorted(shelf, reverse=True):
-            for file in shelf[save].get(rank, ()):
-                return _taken_over(file.read(), own)
-    except (OSError, PartError, ValueError) as error:
-        logger.error("what the process before this one handed over cannot be used: %s", error)
+        part = _left_in(root) if root is not None and is_here else _fetched()
+        if part is None:
+            return None
+        found = Snapshot.of(part.content)
+        own.streams.forget()
+        found.own.keep_in(own)
+        return found
+    except (OSError, ValueError) as error:
+        how = "handed over" if is_here else "offers"
+        logger.error("what the process before this one %s cannot be used: %s", how, line_of(error))
         return None
-    logger.error("what the process before this one handed over cannot be used")
-    return None
 
 
-def _taken_over(part: Part, own: RankLocalState) -> Snapshot:
-    found = Snapshot.of(part.content)
-    own.streams.forget()
-    found.own.keep_in(own)
-    return found
+def _left_in(root: Path) -> Part:
+    shelf = DirectoryStore(root).shelf(own_world_size())
+    for save in sorted(shelf, reverse=True):
+        for file in shelf[save].get(own_rank(), ()):
+            return file.read()
+    raise PartError("it was not written to its end")
 
 
 def clear() -> None:
@@ -215,19 +217,15 @@ def _shut(connection: socket.socket) -> None:
 _offering: _Offering | None = None
 
 
-def _fetch(own: RankLocalState) -> Snapshot | None:
-    """Return what the process before this one offers on another node; None, with an error unless it has nothing."""
+def _fetched() -> Part | None:
+    """Return what the process before this one offers on another node; None if it offers nothing."""
     source = os.environ.pop(SOURCE_ENV, "")
     if not source:
         return None
-    try:
-        part = _received(*source.split())
-        if (part.id.part, part.world_size) != (own_rank(), own_world_size()):
-            raise PartError(f"it is {part.id.words}, of {part.world_size} ranks")
-        return _taken_over(part, own)
-    except (OSError, PartError, ValueError) as error:
-        logger.error("what the process before this one offers cannot be used: %s", line_of(error))
-        return None
+    part = _received(*source.split())
+    if (part.id.part, part.world_size) != (own_rank(), own_world_size()):
+        raise PartError(f"it is {part.id.words}, of {part.world_size} ranks")
+    return part
 
 
 def _received(address: str, port: str, secret: str) -> Part:
