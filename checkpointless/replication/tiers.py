@@ -180,13 +180,9 @@ class _Directory(Tier):
         super().__init__(every, copies, jump)
         self.path = os.fspath(path)
 
-    def _folders(self, job: str, rank: int) -> tuple[str, ...]:
-        """Return the folders in the directory in which the parts of a rank lie, the outer one first."""
-        return (f"job-{job}",)
-
     @override
     def open(self, job: str, rank: int) -> PartStore:
-        return open_store(self.path, *self._folders(job, rank))
+        return open_store(self.path, f"job-{job}")
 
     @override
     def clear(self, store: PartStore) -> None:
@@ -236,8 +232,8 @@ class SharedDirectory(_Directory):
         super().__init__(path, every, copies=0)
 
     @override
-    def _folders(self, job: str, rank: int) -> tuple[str, ...]:
-        return (*super()._folders(job, rank), f"rank-{rank}")
+    def open(self, job: str, rank: int) -> PartStore:
+        return open_store(self.path, f"job-{job}", f"rank-{rank}")
 
 
 #: The tiers by the names that recipes use.
