@@ -50,16 +50,6 @@ def exchange(messages: Sequence[Message]) -> None:
         work.wait()
 
 
-def send(tensor: torch.Tensor, destination: int) -> None:
-    """Send one tensor to a global rank, and wait as the wire has it."""
-    exchange([(dist.isend, tensor, destination)])
-
-
-def receive(tensor: torch.Tensor, source: int) -> None:
-    """Receive one tensor from a global rank, and wait as the wire has it."""
-    exchange([(dist.irecv, tensor, source)])
-
-
 MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from every other
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # between two ranks: the skeleton of a state fits
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -100,16 +90,16 @@ def send_bytes(data: bytes, destination: int) -> None:
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
     device, view = wire_device(), memoryview(data)
-    send(torch.tensor([len(data)]).to(device), destination)
+    exchange([(dist.isend, torch.tensor([len(data)]).to(device), destination)])
     for start in range(0, len(data), CHUNK_BYTES):
-        send(to_tensor(view[start : start + CHUNK_BYTES], device), destination)
+        exchange([(dist.isend, to_tensor(view[start : start + CHUNK_BYTES], device), destination)])
 
 
 def receive_bytes(source: int) -> bytes:
     """Receive from :func:`send_bytes`, taking memory as it arrives; ``ValueError`` if it is too large."""
     device = wire_device()
     size = torch.zeros(1, dtype=torch.int64, device=device)
-    receive(size, source)
+    exchange([(dist.irecv, size, source)])
     length = int(size.item())
     if not 0 < length <= MAX_MESSAGE_BYTES:
         raise ValueError(f"rank {source} announced a message of {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
@@ -117,7 +107,7 @@ def receive_bytes(source: int) -> bytes:
     chunk = torch.empty(min(length, CHUNK_BYTES), dtype=torch.uint8, device=device)
     for start in range(0, length, CHUNK_BYTES):
         part = chunk[: min(CHUNK_BYTES, length - start)]
-        receive(part, source)
+        exchange([(dist.irecv, part, source)])
         chunks.append(to_bytes(part))
     return b"".join(chunks)
 
