@@ -593,7 +593,7 @@ class _WarmStart:
             kept = cast("KeptModel", found[1])
             begun, self._left = kept.streams
             reason = self._obstacle or kept.mismatch(self._plans) or kept.unfit() or ""
-            if not reason and not self._streams.same_streams(begun):
+            if not reason and self._streams.streams != begun.streams:
                 reason = "random numbers were drawn otherwise before"
             self._kept = None if reason else kept
         self._everywhere = true_on_all(self.is_warm)

@@ -325,7 +325,7 @@ class _Entry(TrainerCallback):  # type: ignore[misc]
         batches, items = original(*args, **kwargs)
         if before is not None:
             self._looks += 1
-            if not RngStates.capture().same_streams(before):
+            if RngStates.capture().streams != before.streams:
                 raise UnrecoverableError(_DRAWS)
         self._taken += len(batches)
         self._is_first_of_pass = False

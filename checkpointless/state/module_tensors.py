@@ -457,9 +457,5 @@ def _is_the_same(tensor: torch.Tensor, present: torch.Tensor) -> bool:
 
 
 def _alike(tensor: torch.Tensor, present: torch.Tensor) -> bool:
-    return (tensor.dtype, tensor.shape, tensor.device, tensor.stride()) == (
-        present.dtype,
-        present.shape,
-        present.device,
-        present.stride(),
-    )
+    mine, theirs = ((each.dtype, each.shape, each.device, each.stride()) for each in (tensor, present))
+    return mine == theirs

@@ -86,10 +86,6 @@ class RngStates:
         own = {name: state for name, state in self.streams.items() if not name.startswith("source:")}
         return dataclasses.replace(self, streams=own)
 
-    def same_streams(self, other: RngStates) -> bool:
-        """Return whether no stream moved between the two captures."""
-        return self.streams is other.streams or self.streams == other.streams
-
     def to_bytes(self) -> bytes:
         """Encode as plain data: about 10 kB, with Megatron's tracker on the CPU 25 kB, and in addition ``own``."""
         head, parts = self.to_parts()

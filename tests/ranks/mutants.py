@@ -162,7 +162,7 @@ class StaleStreams(Callback):
                 right = keeper.own.streams.at(step)[stage]
                 stale = keeper.own.streams.newest(step - steps) if steps else right
                 assert stale is not None
-                assert steps == 0 or not right.same_streams(stale)
+                assert steps == 0 or right.streams != stale.streams
                 streams = {name: stale.streams[name] for name in right.streams if only in (None, name)}
                 assert streams
                 dataclasses.replace(right, streams={**right.streams, **streams}).restore()

@@ -206,7 +206,7 @@ class TorchTensors(TrainingTensors):
         yield
         if process_groups.launched() != launched:
             raise UnrecoverableError(_COMMUNICATES)
-        if not RngStates.capture().same_streams(streams):
+        if RngStates.capture().streams != streams.streams:
             raise UnrecoverableError(_DRAWS)
         new = self.buffers.new(self.modules)
         if new:

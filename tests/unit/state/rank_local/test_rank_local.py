@@ -79,7 +79,7 @@ def test_a_new_process_has_its_predecessors_streams(board: Board) -> None:
     start, kept = before.data_start(), after.data_start()
     assert start is not None
     assert kept is not None
-    assert kept.same_streams(start)
+    assert kept.streams == start.streams
 
 
 @pytest.mark.parametrize(
