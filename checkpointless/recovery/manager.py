@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess import HPCallWrapper, ParameterUpdateLock, active_call_wrapper
+from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.communicators.helper_thread import run_in_helper_thread
 from checkpointless.inprocess.exceptions import make_room
 from checkpointless.inprocess.memory import peak_growth
@@ -33,7 +33,7 @@ from checkpointless.state.held_state import HeldState
 from checkpointless.state.journal import StepJournal
 from checkpointless.state.module_tensors import TrainingTensors
 from checkpointless.state.port import DATA, MODEL, PARAMETER, TrainingState, split
-from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState
+from checkpointless.state.rank_local.state import RankLocalKeeper, RankLocalState, differing
 from checkpointless.state.serialization.digest import MemoryChecksumManager, digest_value
 from checkpointless.state.serialization.state_tree import Tree
 from checkpointless.transfer.exchange import all_gather_json
@@ -127,16 +127,11 @@ def _find_lost_parts(held: HeldState | None, own_parts: _OwnParts, decision: Dec
         found = held.snapshots(decision.target if rank in decision.redo else None).get(decision.moment[1])
         parts = own_parts(found.objects) if found is not None else {}
         mine = {name: digest_value(part) for name, part in parts.items()}
-    differ = _differing_names([each for each in all_gather_json(mine) if each is not None])
-    lost = [name for name in differ if name.startswith(DATA)]
-    for name in sorted(set(differ) - set(lost)):
+    differ = differing([each for each in all_gather_json(mine) if each is not None])
+    lost = sorted(name for name in differ if name.startswith(DATA))
+    for name in sorted(differ.difference(lost)):
         logger.warning("%s differs from rank to rank: rank %s gets a peer's", name, sorted(decision.refills))
     return lost
-
-
-def _differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
-    names = sorted({name for each in digests for name in each})
-    return [name for name in names if len({each.get(name) for each in digests}) > 1]
 
 
 logger = logging.getLogger(__name__)
@@ -199,18 +194,16 @@ class CheckpointManager(RankLocalKeeper):
     ) -> None:
         if memory_budget_bytes < 1:
             raise ValueError(f"memory_budget_bytes must be positive, not {memory_budget_bytes}")
-        super().__init__(RankLocalState(rng_replication_jump))
+        super().__init__(rng_replication_jump)
         self.memory_budget_bytes = memory_budget_bytes
         self.enable_offload = enable_offload
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
         self.copies = Copies(tiers)
         self.tiers_are_kept = bool(tiers)
-        self._replicates = True  # until it is known
         self._host_memory = HostMemoryPool()
         self._refill = _Refill()
         self.refusal = ""
-        self._fallback_lock = ParameterUpdateLock()
         self._held: HeldState | None = None
         self._attached: StepJournal | None = None
         self.verdict: Verdict | None = None
@@ -220,12 +213,6 @@ class CheckpointManager(RankLocalKeeper):
         self._begun = 0
         self._lost_saves: Saves = ()  # of the process before this one
         self._attached_fit = 1, 0  # the fit's number, and the steps of the job before it
-
-    @property
-    def parameter_update_lock(self) -> ParameterUpdateLock:
-        """The lock around this rank's optimizer update."""
-        call = active_call_wrapper()
-        return call.parameter_update_lock if call is not None else self._fallback_lock
 
     @property
     def tiers(self) -> Sequence[Tier]:
@@ -283,9 +270,7 @@ class CheckpointManager(RankLocalKeeper):
 
         It has been stored: random streams, those that the order of its data is drawn from, and buffers.
         """
-        if self._replicates or not step & (step - 1):
-            self.own.replicate(step, self._attached.state if self._attached is not None else None)
-            self._replicates = self.own.replicas.jump > 0
+        self.own.replicate(step, self._attached.state if self._attached is not None else None)
         if self.tiers_are_kept:
             self.copies.settle(step)
 
@@ -397,7 +382,7 @@ class CheckpointManager(RankLocalKeeper):
         self.resumed_at = None
         if self._held is not None:
             self._held.use()
-        state, own_parts = journal.state, journal.own_parts
+        state, own_parts = journal.state, journal.front.own_parts
         decision = self._ask_memory(state, own_parts)
         if self.refusal and self.copies and self._take_copies():
             decision = self._ask_memory(state, own_parts)

@@ -112,7 +112,7 @@ class StepJournal:
         self.state = state
         self.built: Any = None  # Any: its ``unfit()`` returns why it cannot stay, in a phrase; None: it can
         self._keeper = keeper
-        self._front = front
+        self.front = front
         self._watch = _WeightWatch(state.weights)
         self._taken: dict[tuple[int, SnapshotPoint], _Taken] = {}
         self._pending: _Pending | None = None
@@ -130,7 +130,7 @@ class StepJournal:
     def ready(self, step: int) -> None:
         """Capture what ``step`` has changed, now that its gradients are final. Collective."""
         keeper, state = self._keeper, self.state
-        captured, buffers = self._front.ready(step), state.buffers.take()
+        captured, buffers = self.front.ready(step), state.buffers.take()
         self._pending = step, captured, _Taken(state.capture(), buffers)
         state.buffers.mark()
         keeper.own.buffers.keep(buffers)
@@ -143,11 +143,11 @@ class StepJournal:
         if self._pending is None:
             return
         step, ready, model = self._pending
-        self._front.updated(not ready.is_skipped)
+        self.front.updated(not ready.is_skipped)
         written = self.state.buffers.written()
         self._updated.update(written)
         buffers = self.state.buffers.take() if written else model.buffers
-        objects = self._front.committed(step, ready, self._before(step))
+        objects = self.front.committed(step, ready, self._before(step))
         if objects is None:
             return
         self._taken = {(step, SnapshotPoint.COMMITTED): self._take(SnapshotPoint.COMMITTED, objects, buffers)}
@@ -157,7 +157,7 @@ class StepJournal:
 
     def reached(self, step: int, point: SnapshotPoint, keeps_streams: bool = True) -> None:
         """Capture the point after ``step`` that is reached, with the streams unless they have not moved."""
-        buffers, captured = self.state.buffers.take(), self._front.reached(step, point)
+        buffers, captured = self.state.buffers.take(), self.front.reached(step, point)
         taken = self._take(point, captured.objects, buffers)
         if point not in self._travel:
             try:
@@ -225,7 +225,7 @@ class StepJournal:
         }
         if self._pending is not None and self._pending[0] == step:
             _, ready, model = self._pending
-            objects = self._front.committed(step, ready, self._before(step))
+            objects = self.front.committed(step, ready, self._before(step))
             if objects is not None:
                 made = {**objects(), MODEL: model()}
                 found.setdefault(SnapshotPoint.COMMITTED, _Taken(lambda: made, model.buffers))
@@ -246,10 +246,6 @@ class StepJournal:
             found.setdefault(SnapshotPoint.COMMITTED, self._pending[2].buffers)
         return found
 
-    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what :meth:`FrontEnd.own_parts` does."""
-        return self._front.own_parts(objects)
-
     def finish_update(self) -> None:
         """Apply the update whose final gradients are held, unless they had overflowed."""
         if self._pending is None:
@@ -265,7 +261,7 @@ class StepJournal:
         """Put the objects of a snapshot back, whose tensors are in place. Collective."""
         self.state.restore(objects[MODEL])
         self.state.rederive()
-        self._front.restore(objects)
+        self.front.restore(objects)
         self._taken = {(step, point): _Taken(lambda: objects, self.state.buffers.take())}
         self._pending = None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -143,13 +142,13 @@ class _OwnBuffers:
         found: dict[int, str] = {}
         for rank, sources in refills.items():
             theirs = [answers[source] for source in sources]
-            told = _different([each["updated"] for each in theirs if each.get("updated")])
+            told = differing([each["updated"] for each in theirs if each.get("updated")])
             if told:
                 found[rank] = f"the update writes to {_names(told)}, which differ between ranks; {_HELP}"
             if told or answers[rank]["alive"]:
                 continue
             differ = {name for each in theirs for name in each["differ"]}
-            differ |= _different([each["large"] for each in theirs])
+            differ |= differing([each["large"] for each in theirs])
             own = any(each["record"] == "own" for each in theirs)
             if differ:
                 found[rank] = f"{_names(differ)} of its modules' buffers are too large to be kept; {_HELP}"
@@ -173,7 +172,7 @@ class _OwnBuffers:
 
     def _compared(self, digests: Sequence[Mapping[str, int]], group: Sequence[int]) -> None:
         known = bool(self._differ)
-        self._differ |= _different(digests)
+        self._differ |= differing(digests)
         if self._differ and not known and dist.get_rank() == min(group):
             logger.warning(
                 "%s of the modules' buffers differ from rank to rank, and no more than %d MiB of buffers are kept: "
@@ -218,7 +217,8 @@ def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat(fetched) if fetched else torch.empty(0, dtype=torch.uint8)
 
 
-def _different(digests: Sequence[Mapping[str, int]]) -> set[str]:
+def differing(digests: Sequence[Mapping[str, object]]) -> set[str]:
+    """Return the names under which ranks have different digests."""
     names = {name for each in digests for name in each}
     return {name for name in names if len({each.get(name) for each in digests}) > 1}
 
@@ -306,12 +306,10 @@ class _OwnStreams:
     def keep(self, step: int, states: RngStates) -> None:
         """Keep ``states`` as the streams at their stage after ``step``, and drop those of steps before the last."""
         known, stage = self.states, states.stage
-        if stage is SnapshotPoint.COMMITTED:  # what followed when this step was made before is void
-            kept = {key: each for key, each in known.items() if key[0] >= step - 1 and key[0] != step}
-        else:
-            kept = {key: each for key, each in known.items() if key[0] >= step - 1}
+        begins = stage is SnapshotPoint.COMMITTED  # what followed when this step was made before is void
+        kept = {key: each for key, each in known.items() if key[0] >= step - 1 and not (begins and key[0] == step)}
         board = _own_board()
-        if stage is not SnapshotPoint.COMMITTED and board is not None and all(key[0] != step for key in kept):
+        if not begins and board is not None and all(key[0] != step for key in kept):
             kept.update({(step, before): each for before, each in _found_on_board(board, step).items()})
         kept[step, stage] = states
         self.states = kept  # one assignment: an interruption leaves the old or the new
@@ -534,8 +532,6 @@ class RankLocalState:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective."""
         if state is not None and not step & (step - 1):  # at ever fewer steps
             self.buffers.compare(state.holders(state.buffers.take()))
-        if self.replicas.jump == 0:
-            return
         self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[SnapshotPoint.COMMITTED]))
 
     def _record(self, step: int, states: RngStates) -> bytes:
@@ -661,18 +657,20 @@ class _Fits:
         return objects
 
 
-class RankLocalKeeper(ABC):
+class RankLocalKeeper:
     """Keeps this rank's streams and buffers while it trains; ``resumed_at``: point of the last recovery."""
 
-    def __init__(self, own: RankLocalState) -> None:
-        self.own = own
+    def __init__(self, replication_jump: int | None) -> None:
+        self.own = RankLocalState(replication_jump)
+        self._fallback_lock = ParameterUpdateLock()
         self.fits = _Fits()
         self.resumed_at: tuple[int, SnapshotPoint] | None = None
 
     @property
-    @abstractmethod
     def parameter_update_lock(self) -> ParameterUpdateLock:
         """The lock around this rank's optimizer update."""
+        call = active_call_wrapper()
+        return call.parameter_update_lock if call is not None else self._fallback_lock
 
     @property
     def rng_states(self) -> dict[tuple[int, SnapshotPoint], RngStates] | None:
@@ -683,9 +681,9 @@ class RankLocalKeeper(ABC):
     def rng_states(self, states: dict[tuple[int, SnapshotPoint], RngStates] | None) -> None:
         self.own.streams.states = states or {}
 
-    @abstractmethod
     def replicate_rng_states(self, step: int) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective."""
+        raise NotImplementedError
 
     # --- while training ---------------------------------------------------------------------------------------
 

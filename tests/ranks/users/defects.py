@@ -45,7 +45,7 @@ def callbacks_are_a_step_ahead() -> None:
     def snapshots(journal: Any, step: int) -> Mapping[Any, Any]:
         found = original(journal, step)
         for moment in found.values():
-            moment.objects["checkpoint"]["callbacks"] = call._call_callbacks_state_dict(journal._front._trainer)
+            moment.objects["checkpoint"]["callbacks"] = call._call_callbacks_state_dict(journal.front._trainer)
         return found
 
     StepJournal.snapshots = snapshots  # type: ignore[method-assign, assignment]
