@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import struct
-import sys
 import zlib
 from array import array
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy
 import torch
 
 from checkpointless.state.port import SnapshotPoint
@@ -67,9 +67,7 @@ class RngStates:
         """Put every stream back."""
         _set_python_state(self.streams["python"])
         torch.set_rng_state(_tensor(self.streams["torch"]))
-        numpy = _numpy_random()
-        if numpy is not None and "numpy" in self.streams:
-            _set_numpy_state(self.streams["numpy"], numpy)
+        _set_numpy_state(self.streams["numpy"])
         if "cuda" in self.streams:
             torch.cuda.set_rng_state(_tensor(self.streams["cuda"]))
         for name, source in _sources.items():
@@ -136,9 +134,7 @@ def _take_streams() -> dict[str, bytes]:
     """Return the state of every stream; the same objects as before where none has moved. Nobody changes them."""
     global _taken
     before, states = _taken, {"python": _python_state(), "torch": torch.get_rng_state().numpy().tobytes()}
-    numpy = _numpy_random()
-    if numpy is not None:
-        states["numpy"] = _numpy_state(numpy)
+    states["numpy"] = _numpy_state()
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     for name, source in _sources.items():
@@ -159,17 +155,17 @@ def _set_python_state(state: bytes) -> None:
     random.setstate((version, tuple(array("I", state[_PYTHON.size :])), gauss if has_gauss else None))
 
 
-def _numpy_state(numpy_random: Any) -> bytes:
-    state = numpy_random.get_state(legacy=False)
+def _numpy_state() -> bytes:
+    state: Any = numpy.random.get_state(legacy=False)
     words = state["state"]
     name, has_gauss = state["bit_generator"].encode(), bool(state["has_gauss"])
     return _NUMPY.pack(name, int(words["pos"]), has_gauss, float(state["gauss"])) + words["key"].tobytes()
 
 
-def _set_numpy_state(state: bytes, numpy_random: Any) -> None:
+def _set_numpy_state(state: bytes) -> None:
     name, position, has_gauss, cached = _NUMPY.unpack_from(state)
-    keys = array("I", state[_NUMPY.size :])
-    numpy_random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
+    keys: Any = array("I", state[_NUMPY.size :])  # Any: numpy takes any sequence of numbers
+    numpy.random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
 
 
 @dataclass
@@ -206,8 +202,3 @@ _sources: dict[str, _Source] = {}
 
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-def _numpy_random() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random if numpy is not None else None

@@ -81,13 +81,9 @@ def _slice_parts(value: slice) -> tuple[Any, ...]:
 def _clock_parts(value: datetime.datetime | datetime.time) -> tuple[str, int]:
     zone = value.tzinfo
     offset = value.utcoffset()
-    if zone is not None and (offset is None or repr(zone) != repr(_zone(offset))):
+    if zone is not None and (offset is None or repr(zone) != repr(datetime.timezone(offset))):
         raise _Refused("is in a time zone with rules or a name: keep it in UTC")
     return value.isoformat(), value.fold
-
-
-def _zone(offset: datetime.timedelta) -> datetime.timezone:
-    return datetime.timezone(offset) if offset else datetime.timezone.utc
 
 
 def _device(kind: str, index: int | None) -> torch.device:
@@ -180,11 +176,6 @@ def register_plain_type(kind: _Class) -> _Class:
 def is_named_tuple(kind: type) -> bool:
     """Return whether ``kind`` was made by ``namedtuple`` or ``NamedTuple``."""
     return issubclass(kind, tuple) and hasattr(kind, "_make") and isinstance(getattr(kind, "_fields", None), tuple)
-
-
-def _registered_name(kind: type) -> str | None:
-    name = _name(kind)
-    return name if _registered.get(name) is kind else None
 
 
 def _parts_of(value: Tree) -> Tree:
@@ -575,9 +566,8 @@ class _Encoder:
             return plain.name, [self.encode(part) for part in plain.take_apart(value)]
         if isinstance(value, numpy.generic):
             return "scalar", [_dtype_str(value.dtype), value.tobytes()]
-        registered = _registered_name(kind)
-        if registered is not None:
-            return "registered", [registered, self.encode(_parts_of(value))]
+        if _registered.get(_name(kind)) is kind:
+            return "registered", [_name(kind), self.encode(_parts_of(value))]
         raise _Refused(f"is {_a(kind)}, which cannot be given to another rank: {_advice(value, kind)}")
 
     def _items(self, items: Iterable[Tree]) -> list[_Node]:
@@ -729,19 +719,11 @@ def _pairs_of(row: Sequence[Tree]) -> Iterable[tuple[Tree, Tree]]:
     return zip(row[::2], row[1::2], strict=True)
 
 
-def _bytearray_of(data: Tree) -> bytearray:
-    return bytearray(memoryview(data))  # no number: bytearray(n) would be n bytes
-
-
 def _ordered_of(metadata: Tree, *row: Tree) -> Tree:
     ordered: Any = OrderedDict(_pairs_of(row))
     if metadata is not None:
         ordered._metadata = metadata
     return ordered
-
-
-def _scalar_of(dtype: Tree, data: Tree) -> Any:
-    return numpy.frombuffer(data, dtype=_numpy_dtype(dtype))[0]
 
 
 _MAKERS: dict[str, Callable[..., Tree]] = {
@@ -753,8 +735,8 @@ _MAKERS: dict[str, Callable[..., Tree]] = {
     "OrderedDict": _ordered_of,
     "Counter": lambda *row: Counter(dict(_pairs_of(row))),
     "defaultdict": lambda factory, *row: defaultdict(FACTORIES[factory], _pairs_of(row)),
-    "bytearray": _bytearray_of,
-    "scalar": _scalar_of,
+    "bytearray": lambda data: bytearray(memoryview(data)),  # no number: bytearray(n) would be n bytes
+    "scalar": lambda dtype, data: numpy.frombuffer(data, dtype=_numpy_dtype(dtype))[0],
     "registered": _made_of,
 }
 
