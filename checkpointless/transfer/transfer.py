@@ -431,7 +431,8 @@ def send_state(
     of_objects = [TensorEntry.of((index,), tensor).to_json() for index, tensor in enumerate(inside)]
     for fill in fills:
         if fill.place == 0:
-            of_shard = [entry.to_json() for entry in _entries(tensors, asked[fill])]
+            digests = digest_each(tensors) if asked[fill] else {}
+            of_shard = [TensorEntry.of(key, each, digests.get(key)).to_json() for key, each in tensors.items()]
             _send_json({"shard": of_shard, "objects": of_objects}, fill.destination)
             send_bytes(skeleton, fill.destination)
     plans: dict[str, _Plan] = {}
@@ -479,11 +480,6 @@ def receive_state(
 # --- the holder's side ------------------------------------------------------------------------------------------
 
 
-def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[TensorEntry]:
-    digests = digest_each(tensors) if digested else {}
-    return [TensorEntry.of(key, tensor, digests.get(key)) for key, tensor in tensors.items()]
-
-
 def _hear_order(
     fill: Fill, shard: Sequence[torch.Tensor], inside: Sequence[torch.Tensor], plans: dict[str, _Plan]
 ) -> _Order:
@@ -501,10 +497,12 @@ def _hear_order(
 
 def _check_room(entries: Sequence[TensorEntry], room: Mapping[Key, torch.Tensor]) -> None:
     for entry in entries:
-        if not entry.fits(room.get(entry.key)):
+        mine = room.get(entry.key)
+        if not entry.fits(mine):
+            there = "nothing" if mine is None else f"{dtype_name(mine.dtype)} {tuple(mine.shape)}"
             raise TransferError(
                 f"{entry.key}: the sender holds {dtype_name(entry.dtype)} {entry.shape}, "
-                f"this rank has room for {_describe(room.get(entry.key))}"
+                f"this rank has room for {there}"
             )
 
 
@@ -526,10 +524,6 @@ def _keep(
 
 
 # --- both sides -------------------------------------------------------------------------------------------------
-
-
-def _describe(tensor: torch.Tensor | None) -> str:
-    return "nothing" if tensor is None else f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
 def _send_json(message: Json, destination: int) -> None:
