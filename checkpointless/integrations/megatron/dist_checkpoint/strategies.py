@@ -56,12 +56,8 @@ _STREAM = "stream"  # TransformerEngine's extra state, which only it reads
 
 def _values_to_keep(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Tree]]:
     """Return the leaves that can be kept, with tensor or encoded object; not, for example, tensors in FP8."""
-    kept = []
-    for leaf in leaves:
-        value = _encoded(leaf.data) if not isinstance(leaf.data, torch.Tensor) else leaf.data
-        if value is not None and (not isinstance(value, torch.Tensor) or _can_keep(value)):
-            kept.append((leaf, value))
-    return kept
+    found = [(leaf, leaf.data if isinstance(leaf.data, torch.Tensor) else _encoded(leaf.data)) for leaf in leaves]
+    return [(leaf, value) for leaf, value in found if value is not None and _can_keep(value)]
 
 
 def _content_of(identity: _Identity, kept: Sequence[tuple[Leaf, Tree]]) -> Content:
@@ -86,9 +82,10 @@ def _values_of(content: Content, identity: _Identity) -> dict[str, Tree]:
     return values
 
 
-def _can_keep(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is plain memory, which can be copied bit by bit."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+def _can_keep(value: Tree) -> bool:
+    """Return whether a value is no tensor, or one that is plain memory, which can be copied bit by bit."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
+    return is_plain or not isinstance(value, torch.Tensor)
 
 
 def _encoded(value: object) -> Tree | None:
