@@ -81,13 +81,8 @@ class _OwnBuffers:
     def begin(self, buffers: Mapping[Key, torch.Tensor], group: Sequence[int]) -> None:
         """Begin a training: the ranks compare the buffers that they begin with. Collective."""
         self.forget()
-        keys, flat = self._small(buffers)
-        self._first = keys, flat
-        mine: dict[str, Json] = {
-            "small": _digest(flat) if keys else None,
-            "large": _digests(self._large),
-        }
-        answers = all_gather_json(mine)
+        self._first = self._small(buffers)
+        answers = all_gather_json(self._told(self._first))
         self._is_own = len({answers[rank]["small"] for rank in group}) > 1
         self._compared([answers[rank]["large"] for rank in group], group)
 
@@ -132,11 +127,7 @@ class _OwnBuffers:
         kind = "lost" if record is None else "nothing" if record == NOTHING else "own"
         mine: dict[str, Json] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
         if held is not None:
-            keys, flat = self._small(held)
-            mine |= {
-                "small": _digest(flat) if keys else None,
-                "large": _digests(self._large),
-            }
+            mine |= self._told(self._small(held))
             mine["updated"] = _digests({key: held[key] for key in updated if key in held})
         answers = all_gather_json(mine)
         found: dict[int, str] = {}
@@ -155,6 +146,10 @@ class _OwnBuffers:
             elif answers[rank]["record"] != "own" and own and _may_differ(theirs):
                 found[rank] = f"what was kept of its modules' buffers is lost; {_HELP}"
         return found
+
+    def _told(self, small: tuple[tuple[Key, ...], torch.Tensor]) -> dict[str, Json]:
+        keys, flat = small
+        return {"small": _digest(flat) if keys else None, "large": _digests(self._large)}
 
     def _small(self, buffers: Mapping[Key, torch.Tensor]) -> tuple[tuple[Key, ...], torch.Tensor]:
         """Return keys and host bytes of the buffers that are small enough to be kept; note the others as large."""
@@ -293,9 +288,14 @@ class _OwnStreams:
 
     def amend(self, step: int, stage: SnapshotPoint, buffers: bytes) -> None:
         """Keep another record of the buffers with the streams at ``stage`` after ``step``, if these are kept."""
-        states = self.at(step).get(stage)
-        if states is not None and _buffers_in(states) != buffers:
+        if self.record_of_buffers(step, stage) not in (None, buffers):
+            states = self.at(step)[stage]
             self.keep(step, dataclasses.replace(states, streams=_with_buffers(states.streams, buffers)))
+
+    def record_of_buffers(self, step: int, stage: SnapshotPoint) -> bytes | None:
+        """Return the record of this rank's buffers that was kept at a point; None: it is lost."""
+        states = self.at(step).get(stage)
+        return states.streams.get(_BUFFERS, NOTHING) if states is not None else None
 
     def have_moved(self, since: RngStates) -> tuple[bool, bool]:
         """Return whether random streams have moved, and whether declared state has changed."""
@@ -374,10 +374,6 @@ class _OwnStreams:
 def _with_buffers(streams: dict[str, bytes], record: bytes) -> dict[str, bytes]:
     rest = {name: each for name, each in streams.items() if name != _BUFFERS}
     return rest if record == NOTHING else {**rest, _BUFFERS: record}
-
-
-def _buffers_in(states: RngStates) -> bytes:
-    return states.streams.get(_BUFFERS, NOTHING)
 
 
 # --- On the board, from which a process that takes the rank's place gets them -------------------------------------
@@ -590,16 +586,11 @@ class RankLocalState:
         """
         if not refills:
             return {}
-        record = self._record_of(*moment)
+        record = self.streams.record_of_buffers(*moment)
         is_filled = dist.get_rank() in refills
         theirs = None if is_filled else held
         updated = objects.get(UPDATED_BUFFERS, ())
         return self.buffers.lost(theirs, record, refills, is_filled and held is not None, updated)
-
-    def _record_of(self, step: int, stage: SnapshotPoint) -> bytes | None:
-        """Return the record of this rank's buffers that was kept at a point; None: it is lost."""
-        states = self.streams.at(step).get(stage)
-        return _buffers_in(states) if states is not None else None
 
     def put_buffers(
         self,
@@ -610,7 +601,7 @@ class RankLocalState:
         is_filled: bool,
     ) -> None:
         """Put back own buffers where a peer filled the rank; kept ones are older than an update of theirs."""
-        record = self._record_of(*moment) or NOTHING
+        record = self.streams.record_of_buffers(*moment) or NOTHING
         if is_filled:
             updated = objects.get(UPDATED_BUFFERS, ())
             mine = held if held is not None else _decode(record)

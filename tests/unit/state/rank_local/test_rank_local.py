@@ -183,15 +183,15 @@ def keep(own: RankLocalState, step: int, stage: SnapshotPoint, value: float) -> 
 def test_a_new_process_finds_the_buffers_of_each_point_that_was_reached() -> None:
     own = RankLocalState(0)
     own.buffers.begin(buffers(1.0), [0, 1])
-    assert own._record_of(1, COMMITTED) is None
+    assert own.streams.record_of_buffers(1, COMMITTED) is None
     values = {(2, CHECKED): 1.0, (3, COMMITTED): 1.0, (3, CHECKED): 2.0, (4, COMMITTED): 1.0}
     for (step, stage), value in values.items():
         keep(own, step, stage, value)
     for owner in (own, RankLocalState(0)):
-        assert owner._record_of(3, COMMITTED) == NOTHING
+        assert owner.streams.record_of_buffers(3, COMMITTED) == NOTHING
         for step, stage in ((3, CHECKED), (4, COMMITTED)):
-            assert value_in(owner._record_of(step, stage) or b"") == values[step, stage]
-        assert owner._record_of(4, CHECKED) is None, "it was not reached"
+            assert value_in(owner.streams.record_of_buffers(step, stage) or b"") == values[step, stage]
+        assert owner.streams.record_of_buffers(4, CHECKED) is None, "it was not reached"
 
 
 @pytest.mark.usefixtures("group", "board")
@@ -203,7 +203,7 @@ def test_buffers_that_the_update_has_written_to_take_the_place_of_those_before_i
     own.keep_buffers(1, CHECKED, buffers(3.0))
     for owner in (own, RankLocalState(0)):
         assert list(owner.streams.at(1)) == [COMMITTED], "a point that was not kept stays unknown"
-        assert value_in(state._buffers_in(owner.streams.at(1)[COMMITTED])) == 3.0
+        assert value_in(owner.streams.record_of_buffers(1, COMMITTED) or b"") == 3.0
 
 
 EVERYBODY, ROWS = (0, 1, 2, 3), ((0, 1), (2, 3))
