@@ -189,10 +189,7 @@ def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Deci
 
 
 def _assign(
-    groups: list[Group],
-    holders: Mapping[int, RankReport],
-    target: int,
-    reports: Mapping[int, RankReport],
+    groups: list[Group], holders: Mapping[int, RankReport], target: int, reports: Mapping[int, RankReport]
 ) -> Decision:
     redo: list[int] = []
     behind: list[int] = []

@@ -130,11 +130,7 @@ class Copier:
     """
 
     def __init__(
-        self,
-        doing: str,
-        places: Sequence[Place],
-        keep: Keep,
-        is_of_use: Callable[[SaveId], bool] | None = None,
+        self, doing: str, places: Sequence[Place], keep: Keep, is_of_use: Callable[[SaveId], bool] | None = None
     ) -> None:
         self._places, self._keep = places, keep
         self._rank, self._world_size = own_rank(), world_size()

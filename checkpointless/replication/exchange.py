@@ -177,8 +177,5 @@ def _timeout_of_the_job() -> timedelta | None:
     world = dist.distributed_c10d._get_default_group()
     try:
         return world._get_backend(wire_device()).options._timeout
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in one without options
+    except (AttributeError, RuntimeError):  # of TORCH_DISTRIBUTED_DEBUG=DETAIL's wrapper, which has no options
         return None

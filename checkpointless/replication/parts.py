@@ -147,12 +147,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
             header = msgspec.msgpack.decode(data, type=cls)
             PartId.parse(header.id)
             header.empty()
-        except (
-            ValueError,
-            RuntimeError,
-            OverflowError,
-            msgspec.MsgspecError,
-        ) as error:  # the second: no such shape
+        except (ValueError, RuntimeError, OverflowError, msgspec.MsgspecError) as error:  # the second: no shape
             raise PartError(f"the header of a part cannot be read: {error}") from error
         return header
 

@@ -54,10 +54,7 @@ Holdings = Sequence[Mapping[str, Collection[PartId]]]
 
 
 def choose(
-    holdings: Holdings,
-    places: Sequence[str],
-    is_of_use: Callable[[SaveId], bool],
-    unusable: Collection[Copy] = (),
+    holdings: Holdings, places: Sequence[str], is_of_use: Callable[[SaveId], bool], unusable: Collection[Copy] = ()
 ) -> Choice:
     """Choose the newest save of use of which every rank's part exists, and for each rank the cheapest copy."""
     found, ranks = _usable_copies(holdings, places, unusable), range(len(holdings))

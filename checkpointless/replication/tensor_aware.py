@@ -148,7 +148,7 @@ _forms: dict[str, _Form] = {}
 _KNOWN = {
     "megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict": (
         "checkpointless.integrations.megatron.tensor_aware"
-    ),
+    )
 }
 _NVRX = "nvidia_resiliency_ext.checkpointing.local.basic_state_dict"
 

@@ -15,13 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.state.port import (
-    MODEL,
-    UPDATED_BUFFERS,
-    SnapshotPoint,
-    StepSnapshot,
-    TrainingState,
-)
+from checkpointless.state.port import MODEL, UPDATED_BUFFERS, SnapshotPoint, StepSnapshot, TrainingState
 from checkpointless.state.rank_local.state import RankLocalKeeper
 from checkpointless.state.serialization import state_tree
 from checkpointless.state.serialization.state_tree import Later

@@ -50,14 +50,7 @@ from checkpointless.state.serialization.tensor_memory import (
     own_device,
     tensor_bytes,
 )
-from checkpointless.transfer.exchange import (
-    Message,
-    launch,
-    receive_bytes,
-    runs_ahead,
-    send_bytes,
-    wire_device,
-)
+from checkpointless.transfer.exchange import Message, launch, receive_bytes, runs_ahead, send_bytes, wire_device
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 if TYPE_CHECKING:
@@ -351,12 +344,7 @@ def _pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor) -
     return slot[:offset]
 
 
-def _unpack(
-    tensors: Sequence[torch.Tensor],
-    bucket: Bucket,
-    landed: torch.Tensor,
-    digests: PendingDigests,
-) -> None:
+def _unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor, digests: PendingDigests) -> None:
     """Put the bucket's bytes where they belong, and digest them (on the CPU, where they then are)."""
     offset = 0
     for part in bucket:
@@ -415,11 +403,7 @@ class Fill:
 
 
 def send_state(
-    tensors: Mapping[Key, torch.Tensor],
-    objects: Tree,
-    fills: Sequence[Fill],
-    *,
-    on_bucket: OnBucket | None = None,
+    tensors: Mapping[Key, torch.Tensor], objects: Tree, fills: Sequence[Fill], *, on_bucket: OnBucket | None = None
 ) -> None:
     """Send this holder's share to other ranks at once; a bucket that several want is packed and digested once.
 
