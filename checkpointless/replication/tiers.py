@@ -449,7 +449,7 @@ class Copies:
         if not due or save is None:
             return
         places = [self._places[tier.name] for tier in due]
-        making = copier.begin(save, partial(_copied, copier, [take()], recorded()), places)
+        making = copier.begin(save, partial(_copied, copier, take(), recorded()), places)
         if any(tier.waits for tier in due):
             self._wait(copier, making.arrived)
 
@@ -539,9 +539,8 @@ class Copies:
         return [tier for tier in due if tier.name not in busy]
 
 
-def _copied(copier: Copier, snapshot: list[Snapshot | None], ready: torch.cuda.Event | None) -> Content | None:
-    taken = snapshot.pop()
-    return None if taken is None else copier.pool.copy(taken.content(), ready)
+def _copied(copier: Copier, snapshot: Snapshot | None, ready: torch.cuda.Event | None) -> Content | None:
+    return None if snapshot is None else copier.pool.copy(snapshot.content(), ready)
 
 
 class _UnusableStore:
@@ -579,20 +578,15 @@ def _neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, 
         except ValueError as error:
             raise UnrecoverableError(str(error)) from error
 
-    def is_bad(tier: Tier, jump: int) -> bool:
+    def is_good(tier: Tier, jump: int) -> bool:
         clique = next(each for each in cliques_of(world, jump, tier.copies + 1) if rank in each)
-        return len(group) > 1 and {*clique} <= {*group}
+        return not tier.copies or len(group) == 1 or not {*clique} <= {*group}
 
-    mine = {tier.name: [is_bad(tier, jump) for jump in possible[tier.name]] for tier in tiers if tier.copies}
-    told = gather({name: list(each) for name, each in mine.items()})
+    told = gather({tier.name: [jump for jump in possible[tier.name] if is_good(tier, jump)] for tier in tiers})
     found = {}
     for tier in tiers:
         jumps = possible[tier.name]
-        good = [
-            jump
-            for place, jump in enumerate(jumps)
-            if not tier.copies or not any(each[tier.name][place] for each in told)
-        ]
+        good = [jump for jump in jumps if all(jump in each[tier.name] for each in told)]
         found[tier.name] = (good or jumps)[0]
         if not good and rank == 0:
             logger.warning(
