@@ -340,21 +340,14 @@ class Snapshot:
                 lambda tensor, kind: tensor if tensor.dim() else tensor.to(own_device(kind))
             )
             objects = Content(told, content.tensors[count:]).state(lambda tensor, kind: tensor.to(own_device(kind)))
-            held = HeldState(
-                CommitState(plain["committed"], ready=False, torn=False),
-                plain["tensors"],
-                {
-                    SnapshotPoint(stage): StepSnapshot(objects["moments"][stage], buffers)
-                    for stage, buffers in plain["moments"]
-                },
-                plain["digests"],
-                fit=plain["fit"],
-                offset=plain["offset"],
-                buffers={(step, SnapshotPoint(stage)): each for step, stage, each in plain["buffers"]},
-            )
-            own = Carried.from_plain(plain["own"])
+            kept = objects["moments"]
+            moments = {SnapshotPoint(at): StepSnapshot(kept[at], each) for at, each in plain["moments"]}
+            buffers = {(step, SnapshotPoint(stage)): each for step, stage, each in plain["buffers"]}
+            commit = CommitState(plain["committed"], ready=False, torn=False)
+            fit = plain["fit"], plain["offset"]
+            held = HeldState(commit, plain["tensors"], moments, plain["digests"], None, *fit, buffers)
             saves = tuple((number, step, stage, going_on) for number, step, stage, going_on in plain["saves"])
-            return cls(held, plain["begun"], objects["finished"], saves, own)
+            return cls(held, plain["begun"], objects["finished"], saves, Carried.from_plain(plain["own"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of a rank: {error!r}") from error
 
