@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.common import interruptible, machine, progress, spread
-from checkpointless.state.serialization.digest import MemoryChecksumManager, _digest_bytes, _digest_on_device
+from checkpointless.state.serialization.digest import MemoryChecksumManager, _digest_on_device
 from checkpointless.state.serialization.tensor_memory import tensor_bytes
 
 MIB = 1 << 20
@@ -58,7 +58,7 @@ def cpu_sides(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
     shard = {("state", index): part for index, part in enumerate(tensor.chunk(TENSORS))}
     return {
         COPY: lambda: target.copy_(tensor),
-        "digest_bytes": lambda: _digest_bytes(tensor_bytes(tensor)),
+        "digest_bytes": lambda: MemoryChecksumManager().digest(tensor),
         "digest_all": lambda: manager.digest_all(shard),
         "digest_on_device": lambda: _digest_on_device(tensor_bytes(tensor)).item(),
         "sha256": lambda: hashlib.sha256(tensor_bytes(tensor).numpy().data).digest(),
@@ -75,7 +75,7 @@ def cuda_sides(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
         COPY: lambda: target.copy_(tensor),
         "digest_on_device": lambda: _digest_on_device(tensor_bytes(tensor)).item(),
         "digest_all": lambda: manager.digest_all(shard),
-        "to the host, digest_bytes": lambda: _digest_bytes(tensor_bytes(tensor).cpu()),
+        "to the host, digest_bytes": lambda: MemoryChecksumManager().digest(tensor.cpu()),
     }
 
 

@@ -107,13 +107,6 @@ class PendingDigests:
         return found
 
 
-def _digest_bytes(flat: torch.Tensor) -> int:
-    """Return the 64-bit digest of a flat uint8 tensor: xxh3-64 on the CPU, another one elsewhere."""
-    pending = PendingDigests()
-    pending.add(flat)
-    return pending.fetch()[0]
-
-
 def digest_each(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
     """Return each tensor's digest by its key, to find out which tensors differ."""
     pending = PendingDigests()
@@ -151,8 +144,8 @@ class MemoryChecksumManager:
         self.enabled = enabled
 
     def digest(self, tensor: torch.Tensor) -> int:
-        """Return the 64-bit digest of one tensor's bytes."""
-        return _digest_bytes(tensor_bytes(tensor))
+        """Return the 64-bit digest of one tensor's bytes: xxh3-64 on the CPU, another one elsewhere."""
+        return digest_each({0: tensor})[0]
 
     def digest_all(self, tensors: Mapping[tuple, torch.Tensor]) -> str:
         """Return one digest (128 bits, hex) over keys, dtypes, shapes and bytes, in the mapping's order."""

@@ -23,6 +23,7 @@ import re
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -86,6 +87,10 @@ def _clock_parts(value: datetime.datetime | datetime.time) -> tuple[str, int]:
     return value.isoformat(), value.fold
 
 
+def _clock(kind: Any, text: str, fold: int) -> datetime.datetime | datetime.time:
+    return kind.fromisoformat(text).replace(fold=fold)
+
+
 def _device(kind: str, index: int | None) -> torch.device:
     if kind == "cuda" and index is not None:
         return own_device(kind)
@@ -98,19 +103,9 @@ PLAIN_TYPES = [
     _plain(range, tuple[int, int, int], lambda value: (value.start, value.stop, value.step)),
     _plain(slice, tuple[int | None, int | None, int | None], _slice_parts),
     _plain(datetime.timedelta, tuple[int, int, int], lambda value: (value.days, value.seconds, value.microseconds)),
-    _plain(
-        datetime.datetime,
-        tuple[str, int],
-        _clock_parts,
-        lambda text, fold: datetime.datetime.fromisoformat(text).replace(fold=fold),
-    ),
+    _plain(datetime.datetime, tuple[str, int], _clock_parts, partial(_clock, datetime.datetime)),
     _plain(datetime.date, tuple[str], lambda value: (value.isoformat(),), datetime.date.fromisoformat),
-    _plain(
-        datetime.time,
-        tuple[str, int],
-        _clock_parts,
-        lambda text, fold: datetime.time.fromisoformat(text).replace(fold=fold),
-    ),
+    _plain(datetime.time, tuple[str, int], _clock_parts, partial(_clock, datetime.time)),
     _plain(Decimal, tuple[str], lambda value: (str(value),)),
     _plain(fractions.Fraction, tuple[int, int], lambda value: (value.numerator, value.denominator)),
     _plain(pathlib.PurePosixPath, tuple[str], lambda value: (str(value),)),

@@ -44,7 +44,7 @@ def _on_device(flat: torch.Tensor) -> int:
     return int(digests._digest_on_device(flat)) % 2**64
 
 
-each_digest = pytest.mark.parametrize("digest", [digests._digest_bytes, _on_device])
+each_digest = pytest.mark.parametrize("digest", [digests.MemoryChecksumManager().digest, _on_device])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -140,7 +140,7 @@ def test_it_does_not_depend_on_where_the_bytes_lie(digest: Digest, data: bytes, 
 def test_parts_have_the_digest_of_the_whole(pieces: list[bytes]) -> None:
     pending = PendingDigests()
     pending.add_parts(flat(piece) for piece in pieces)
-    assert pending.fetch() == [digests._digest_bytes(flat(b"".join(pieces)))]
+    assert pending.fetch() == [digests.MemoryChecksumManager().digest(flat(b"".join(pieces)))]
 
 
 def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
@@ -172,7 +172,7 @@ def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
 def test_the_digest_is_the_same_on_every_device() -> None:
     for length in (0, 1, 7, 8, 9, 31, 32, 33, 1000):
         tensor = filled((length,), torch.uint8)
-        assert digests._digest_bytes(tensor.cuda()) == _on_device(tensor)
+        assert digests.MemoryChecksumManager().digest(tensor.cuda()) == _on_device(tensor)
 
 
 def test_digests_that_step_files_record_stay_the_same() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.state.serialization.digest import PendingDigests, _digest_bytes
+from checkpointless.state.serialization.digest import PendingDigests, digest_each
 from checkpointless.transfer import exchange, transfer
 from checkpointless.transfer.exchange import Message
 from checkpointless.transfer.transfer import IN_FLIGHT
@@ -78,7 +78,7 @@ def test_one_element_among_others_is_a_piece_of_memory() -> None:
     digests = PendingDigests()
     transfer._unpack([room], bucket, piece, digests)
     assert room.tolist() == [1.0]
-    assert digests.fetch() == [_digest_bytes(piece)]
+    assert digests.fetch() == [*digest_each({0: piece}).values()]
 
 
 # --- How much is under way, and that groups of messages never wait for each other in a circle ---------------------
