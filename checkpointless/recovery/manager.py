@@ -178,7 +178,6 @@ class CheckpointManager(RankLocalKeeper):
         kept: what stays built over the fault, with the number of the fit that it belongs to, until training has
             resumed; None: nothing.
         saves: what a strategy knows about the checkpoints of its newest step.
-        tiers_are_kept: whether copies are kept in tiers.
         checksum_manager: computes the digests of tensors.
         refusal: why the last recovery from memory was refused ("" if it was not).
     """
@@ -200,7 +199,6 @@ class CheckpointManager(RankLocalKeeper):
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
         self.copies = Copies(tiers)
-        self.tiers_are_kept = bool(tiers)
         self._host_memory = HostMemoryPool()
         self._refill = _Refill()
         self.refusal = ""
@@ -271,7 +269,7 @@ class CheckpointManager(RankLocalKeeper):
         It has been stored: random streams, those that the order of its data is drawn from, and buffers.
         """
         self.own.replicate(step, self._attached.state if self._attached is not None else None)
-        if self.tiers_are_kept:
+        if self.copies:
             self.copies.settle(step)
 
     # --- when a fault comes -----------------------------------------------------------------------------------

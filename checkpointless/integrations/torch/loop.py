@@ -316,7 +316,7 @@ class LoopTraining(JournaledTraining, ABC):
                 true_on_all(True)  # what was drawn since the call before is kept on all ranks before any goes on
             if self.step - self._done in _COMPARED and self._call.high_water < self.step:
                 require_equal_replicas(self.state, self.step)
-            if self._manager.tiers_are_kept:
+            if self._manager.tiers:
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
             self._undeclared.look(sys._getframe(2))

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
@@ -389,16 +390,12 @@ def _put_on_board(board: Board, step: int, states: RngStates) -> None:
 
 
 def _found_on_board(board: Board, step: int) -> dict[SnapshotPoint, RngStates]:
-    found = {point: _decoded(board.snapshot(step, series)) for point, series in _STREAM_SERIES.items()}
-    return {point: states for point, states in found.items() if states is not None}
-
-
-def _decoded(snapshot: bytes | None) -> RngStates | None:
-    """Return what a snapshot has; None if there is none, or the process ended while it was written."""
-    try:
-        return RngStates.from_bytes(snapshot) if snapshot is not None else None
-    except ValueError:
-        return None
+    found: dict[SnapshotPoint, RngStates] = {}
+    for point, series in _STREAM_SERIES.items():
+        snapshot = board.snapshot(step, series)
+        with suppress(ValueError):  # the process ended while it was written
+            found.update({point: RngStates.from_bytes(snapshot)} if snapshot is not None else {})
+    return found
 
 
 _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots

@@ -388,7 +388,7 @@ class StepKeeper(FrontEnd):
         steps.guard(UpdateGuard(call, self.journal if manager is not None else None, committed=self._copy))
 
     def _copy(self, step: int) -> None:
-        if self._manager is not None and self._manager.tiers_are_kept:
+        if self._manager is not None and self._manager.tiers:
             self._manager.make_copies(step)
 
     # --- what the journal asks for --------------------------------------------------------------------------------
