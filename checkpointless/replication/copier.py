@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from checkpointless.inprocess.communicators.helper_thread import awaiting
-from checkpointless.replication.agreement import own_rank, world_size
+from checkpointless.replication.agreement import attempt, own_rank, world_size
 from checkpointless.replication.exchange import CliqueExchange
 from checkpointless.replication.host_memory import HostMemoryPool
 from checkpointless.replication.parts import Content, Part, PartId, SaveId
@@ -142,7 +142,7 @@ class Copier:
         self._writers = {place: _Lane(f"{doing} ({place.name})") for place in places if not place.is_memory}
         for place, writer in self._writers.items():
             if is_of_use is not None:
-                writer.do(partial(self._look, place, is_of_use))
+                writer.do(partial(_attempt, place, partial(self._look, place, is_of_use)))
 
     # --- for the main thread --------------------------------------------------------------------------------------
 
@@ -275,12 +275,9 @@ class Copier:
     # --- in the thread of a place ---------------------------------------------------------------------------------
 
     def _look(self, place: Place, is_of_use: Callable[[SaveId], bool]) -> None:
-        def look() -> None:
-            shelf = place.store.shelf(self._world_size)
-            found = {save for save, parts in shelf.items() if self._rank in parts and is_of_use(save)}
-            place.present |= found
-
-        _attempt(place, look)
+        shelf = place.store.shelf(self._world_size)
+        found = {save for save, parts in shelf.items() if self._rank in parts and is_of_use(save)}
+        place.present |= found
 
     def _make_room(self, place: Place, save: SaveId) -> None:
         keep = self._keep(place, save)
@@ -302,7 +299,6 @@ class Copier:
 
 def _attempt(place: Place, call: Callable[[], object]) -> None:
     """Call a function; a warning says what it raised: a place costs no more than its copies."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - a disk that is full or gone, or a place of the user's own
-        logger.warning("%s: %s", place.name, error)
+    _, problem = attempt(call)  # a disk that is full or gone, or a place of the user's own
+    if problem is not None:
+        logger.warning("%s: %s", place.name, problem)
