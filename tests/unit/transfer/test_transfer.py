@@ -203,6 +203,6 @@ def test_eight_are_under_way_each_alone_or_in_two_groups(ahead: bool, per_group:
 @pytest.mark.parametrize("length", [0, -1, exchange.MAX_MESSAGE_BYTES + 1, 1 << 40])
 def test_no_announced_length_is_believed(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(exchange, "wire_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(exchange, "receive", lambda tensor, source: tensor.fill_(length))
+    monkeypatch.setattr(exchange, "exchange", lambda messages: messages[0][1].fill_(length))
     with pytest.raises(ValueError, match=f"announced a message of {length} bytes"):
         exchange.receive_bytes(0)
