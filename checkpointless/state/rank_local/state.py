@@ -103,7 +103,10 @@ class _OwnBuffers:
             self._first = keys, flat
         elif not self._is_own:
             self._is_own = self._first[0] != keys or not torch.equal(self._first[1], flat)
-        record = _encode([TensorEntry.of(key, buffers[key]) for key in keys], flat) if self._is_own else NOTHING
+        record = NOTHING
+        if self._is_own:
+            entries = [TensorEntry.of(key, buffers[key]).to_json() for key in keys]
+            record = msgspec.msgpack.encode([entries, flat.numpy().tobytes()])
         if record != self.record:
             self.record = record
 
@@ -198,10 +201,6 @@ def _decode(record: bytes) -> dict[Key, torch.Tensor]:
         found[entry.key] = body.view(entry.dtype).reshape(entry.shape)
         start += entry.nbytes
     return found
-
-
-def _encode(entries: Iterable[TensorEntry], flat: torch.Tensor) -> bytes:
-    return msgspec.msgpack.encode([[entry.to_json() for entry in entries], flat.numpy().tobytes()])
 
 
 def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
