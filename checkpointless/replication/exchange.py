@@ -95,7 +95,7 @@ def _room(header: torch.Tensor, digest: int, sender: int, pool: HostMemoryPool) 
     try:
         if _digest(header) != digest:
             raise PartError("its header arrived damaged")
-        return pool.room_for(to_bytes(header))
+        return Part.described(to_bytes(header), pool.content)
     except (MemoryError, RuntimeError, ValueError) as error:  # torch raises the second if it cannot allocate
         logger.warning("no room for the copy of rank %d's state: %s", sender, error)
         return None

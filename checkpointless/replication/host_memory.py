@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.replication.parts import Content, Part
+from checkpointless.replication.parts import Content
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +27,14 @@ class HostMemoryPool:
 
     def content(self, structure: bytes, tensors: Sequence[torch.Tensor]) -> Content:
         """Return a content with tensors like these, one after the other in one piece, still to be filled."""
-        sizes = [_rounded(tensor.numel() * tensor.element_size()) for tensor in tensors]
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         memory = _Use(self, self._piece(sum(sizes)), sum(sizes))
         rooms, start = [], 0
         for tensor, size in zip(tensors, sizes):
-            room = memory.flat[start : start + tensor.numel() * tensor.element_size()]
+            room = memory.flat[start : start + tensor.nbytes]
             rooms.append(room.view(tensor.dtype).view(tensor.shape))
             start += size
         return Content(structure, tuple(rooms), memory)
-
-    def room_for(self, data: bytes) -> Part:
-        """Return room for a part that another rank sends; raise ``PartError`` if it is none."""
-        return Part.described(data, self.content)
 
     def copy(self, content: Content, ready: torch.cuda.Event | None = None) -> Content:
         """Return a copy of a content in one piece of memory, made after CUDA's event ``ready``, if any."""
@@ -103,10 +99,6 @@ def recorded() -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record()
     return event
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _lock_pages(buffer: torch.Tensor) -> bool:

@@ -271,7 +271,8 @@ class LocalCheckpointManager:
         content, _ = together(f"fetching iteration {part.save.iteration}", lambda: bring(choice, read))
         assert content is not None, "every rank has a part of each save"
         if choice.copies[own_rank()].holder != own_rank():
-            self._keep(part, content)
+            # So it is in two places again. The load succeeds without that.
+            write_parts(self._store, [Part.sealed(part, world_size(), content)], own_rank())
         return together(f"putting iteration {part.save.iteration} together", lambda: _in_place(content)), str(part)
 
     # --- agreement ------------------------------------------------------------------------------------------------
@@ -350,13 +351,6 @@ class LocalCheckpointManager:
 
     def _delete_all_but(self, keep: Collection[SaveId | None]) -> None:
         self._store.delete(lambda save: save not in keep)
-
-    def _keep(self, part: PartId, content: Content) -> None:
-        """Write a part that came from a peer, so that it is in two places again. The load succeeds without it."""
-        try:
-            self._store.write(Part.sealed(part, world_size(), content), own_rank())
-        except OSError as error:
-            logger.warning("%s was loaded from a peer and cannot be kept here: %s", part.words, error)
 
 
 def _write(store: PartStore, contents: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:

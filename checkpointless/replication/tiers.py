@@ -64,11 +64,13 @@ class Tier(ABC):
     Attributes:
         name: what the tier is called in messages and events.
         cost: tiers are asked in the order of their costs.
+        is_memory: whether what a rank keeps is lost with its process.
         waits: whether training waits until each copy is where it belongs, before the next step begins.
     """
 
     name: ClassVar[str]
     cost: ClassVar[int]
+    is_memory: ClassVar[bool] = False
 
     def __init__(self, every: int, copies: int, jump: int = 0) -> None:
         if every < 1 or copies < 0 or jump < 0:
@@ -101,11 +103,6 @@ class Tier(ABC):
         """
         store.delete(lambda save: True)
 
-    @property
-    def is_memory(self) -> bool:
-        """Whether what this rank keeps is lost with its process."""
-        return False
-
     def is_due(self, step: int) -> bool:
         """Return whether a copy is to be made after ``step``."""
         return step > 0 and step % self.every == 0
@@ -125,15 +122,12 @@ class Tier(ABC):
         possible = [jump for jump in wanted if world_size % (jump * (self.copies + 1)) == 0]
         best = (wanted or [1])[0]
         if self.copies and (not possible or (not self.jump and world_size > node_size and possible[0] < node_size)):
+            copies = "a copy" if self.copies == 1 else f"{self.copies} copies"
             raise ValueError(
-                f"{self.name}: {world_size} ranks cannot keep {_copies(self.copies)} each, {best} ranks apart: "
+                f"{self.name}: {world_size} ranks cannot keep {copies} each, {best} ranks apart: "
                 f"the number of ranks has to be a multiple of jump * (copies + 1) = {best * (self.copies + 1)}"
             )
         return possible or [1]
-
-
-def _copies(number: int) -> str:
-    return "a copy" if number == 1 else f"{number} copies"
 
 
 class NeighborMemory(Tier):
@@ -156,17 +150,13 @@ class NeighborMemory(Tier):
 
     name: ClassVar[str] = "neighbor memory"
     cost: ClassVar[int] = 10
+    is_memory: ClassVar[bool] = True
 
     def __init__(self, every: int = 1, copies: int = 1, jump: int = 0, *, overlap: bool = True) -> None:
         if copies < 1:
             raise ValueError(f"copies in the memory of neighbors need copies >= 1, not {copies}")
         super().__init__(every, copies, jump)
         self.waits = not overlap
-
-    @property
-    @override
-    def is_memory(self) -> bool:
-        return True
 
     @override
     def open(self, job: str, rank: int) -> PartStore:

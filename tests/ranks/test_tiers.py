@@ -256,11 +256,11 @@ def _exchanged(
             tensor[7] ^= 1
         return send(tensor, *args, **kwargs)
 
-    def refused(header: bytes) -> Part:
+    def refused(*args: object) -> Content:
         raise MemoryError("no memory")
 
     if rank in no_room:
-        arrivals.room_for = refused  # type: ignore[method-assign, assignment]
+        arrivals.content = refused  # type: ignore[method-assign, assignment]
     dist.isend = sent if rank in damaged else send
     arrived = dict(members.exchange(None if rank in nothing else part_of(rank, pool), arrivals))
     dist.isend = send

@@ -8,9 +8,9 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 45_065,
+    "lines of the product": 44_876,
     "modules of the product": 207,
-    "public names of the product": 595,
+    "public names of the product": 594,
     "private names of other packages": 104,
     "lines of the tests": 45_355,
     "bytes of docs/": 202_252,

@@ -64,7 +64,7 @@ class Neighbor:
             raise self.error
         assert part is not None
         theirs = Part(PartId(part.id.save, 1), 2, part.content, part.digests)
-        yield 1, pool.room_for(theirs.header())
+        yield 1, Part.described(theirs.header(), pool.content)
 
 
 def memory(store: MemoryStore, neighbor: Neighbor | None = None, present: frozenset[SaveId] = frozenset()) -> Place:

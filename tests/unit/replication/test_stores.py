@@ -212,13 +212,13 @@ def test_memory_is_used_again_when_nobody_holds_what_lies_in_it() -> None:
 def test_a_part_that_is_received_gives_the_same_tensors() -> None:
     given = Content(b"any", (torch.randn(7, 5).t(), torch.tensor(3), torch.empty(0)))
     sent = Part.sealed(PartId(FIRST, 1), 2, given)
-    room = HostMemoryPool().room_for(sent.header())
+    room = Part.described(sent.header(), HostMemoryPool().content)
     _copy_into(room.content, sent.content.tensors, None)
     room.verify()
     assert (room.id, room.world_size, room.content.structure) == (sent.id, 2, b"any")
     assert all(map(torch.equal, room.content.tensors, sent.content.tensors))
     with pytest.raises(PartError, match="the header of a part cannot be read"):
-        HostMemoryPool().room_for(b"nothing")
+        Part.described(b"nothing", HostMemoryPool().content)
 
 
 def test_pages_are_locked_as_long_as_a_content_or_the_pool_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
