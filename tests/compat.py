@@ -24,6 +24,7 @@ BIG = "its wheels are builds for CUDA: 2.7 GB to download, and 6 GB of disk whil
 WITHOUT_NEMO = ("tests/ranks/test_block.py", "tests/ranks/test_staged.py")
 LOOPS = ("tests/ranks/test_plain_ddp.py", "tests/ranks/test_plain_fsdp2.py")
 LIGHTNING_ONLY = ("tests/ranks/test_any_trainer.py", "tests/ranks/test_bare_import.py")
+FOR_ANY = (*LOOPS, *LIGHTNING_ONLY, *WITHOUT_NEMO)
 #: This prints the versions that were installed in the environment, as JSON.
 VERSIONS = """\
 import importlib.metadata as installed, json, platform
@@ -53,20 +54,13 @@ class Outcome:
 
 ENVIRONMENTS = (
     Environment("Python 3.10", "3.10", ("-e", ".[dev]", TORCH)),
-    Environment("Python 3.12", "3.12", ("-e", ".[dev]", TORCH), (*LOOPS, *LIGHTNING_ONLY, *WITHOUT_NEMO), BIG),
+    Environment("Python 3.12", "3.12", ("-e", ".[dev]", TORCH), FOR_ANY, BIG),
     Environment("newest Lightning", "3.11", ("--upgrade", "-e", ".[dev]", TORCH, "lightning"), LIGHTNING_ONLY),
     Environment(
         "older torch", "3.12", ("-e", ".[dev]", *OLDER_TORCH), (*LOOPS, *LIGHTNING_ONLY), BIG, plain_pip=True
     ),
     Environment("newer torch", "3.11", ("-e", ".[dev]", NEWER_TORCH), (*LIGHTNING_ONLY, *WITHOUT_NEMO), BIG),
-    Environment(
-        "newest torch",
-        "3.12",
-        ("-e", ".[dev]", NEWEST_TORCH),
-        (*LOOPS, *LIGHTNING_ONLY, *WITHOUT_NEMO),
-        BIG,
-        plain_pip=True,
-    ),
+    Environment("newest torch", "3.12", ("-e", ".[dev]", NEWEST_TORCH), FOR_ANY, BIG, plain_pip=True),
     Environment("newer Lightning with NeMo", "3.11", ("-e", ".[nemo,dev]", TORCH, "lightning>2.4"), LIGHTNING_ONLY),
 )
 

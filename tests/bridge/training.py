@@ -39,6 +39,9 @@ def number(name: str, default: int = 0) -> int:
     return int(ASKED.get(name, default))
 
 
+PRECISION: dict[str, Any] = {name: bool(number(name)) for name in ("bf16", "fp16")}
+
+
 class Noisy(torch.utils.data.Dataset[Any]):
     """Samples with noise, which is drawn from the streams of the process that makes them."""
 
@@ -159,8 +162,7 @@ def model() -> GPTModelProvider:
         pipeline_model_parallel_size=number("pp", 1),
         pipeline_dtype=dtype,
         params_dtype=dtype,
-        bf16=bool(number("bf16")),
-        fp16=bool(number("fp16")),
+        **PRECISION,
         transformer_layer_spec=local_layer_spec,
         attention_dropout=0.1,
         hidden_dropout=0.1,
@@ -206,12 +208,7 @@ def tokenizer() -> bridge.TokenizerConfig:
     return bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY, **older)
 
 
-def length() -> dict[str, Any]:
-    return {"num_epochs": number("epochs")} if "epochs" in ASKED else {"train_iters": STEPS}
-
-
 def configuration() -> bridge.ConfigContainer:
-    precision = {"bf16": bool(number("bf16")), "fp16": bool(number("fp16"))}
     overlap = bool(number("overlap"))
     distributed = {"use_distributed_optimizer": True, "overlap_param_gather": overlap}
     evaluate = number("evaluate")
@@ -219,14 +216,14 @@ def configuration() -> bridge.ConfigContainer:
         model=model(),
         dataset=data(),
         train=bridge.TrainingConfig(
-            **length(),
+            **({"num_epochs": number("epochs")} if "epochs" in ASKED else {"train_iters": STEPS}),
             global_batch_size=number("batch", 8),
             micro_batch_size=1,
             eval_interval=evaluate or 1000,
             eval_iters=2 if evaluate else 0,
         ),
         optimizer=bridge.OptimizerConfig(
-            lr=1e-3, min_lr=1e-4, weight_decay=0.01, initial_loss_scale=2.0**24, **distributed, **precision
+            lr=1e-3, min_lr=1e-4, weight_decay=0.01, initial_loss_scale=2.0**24, **distributed, **PRECISION
         ),
         ddp=bridge.DistributedDataParallelConfig(
             num_distributed_optimizer_instances=INSTANCES, overlap_grad_reduce=overlap, **distributed
@@ -253,12 +250,9 @@ def configuration() -> bridge.ConfigContainer:
 def main(caller: HPCallWrapper) -> None:
     broken = Break(caller)
     broken.in_saves()
-    if ASKED.get("tune"):
-        finetune(configuration(), forward_step, [broken])
+    if "state" in ASKED:
+        counted = Counted()
+        pretrain(configuration(), counted.forward_step, [broken, counted], state=counted.state())
+        print(f"events: {counted.events}", flush=True)
     else:
-        counted = Counted() if "state" in ASKED else None
-        if counted is not None:
-            pretrain(configuration(), counted.forward_step, [broken, counted], state=counted.state())
-            print(f"events: {counted.events}", flush=True)
-        else:
-            pretrain(configuration(), forward_step, callbacks=[broken])
+        (finetune if ASKED.get("tune") else pretrain)(configuration(), forward_step, [broken])

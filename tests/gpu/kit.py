@@ -32,30 +32,13 @@ MEGATRON = "megatron-core"
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 #: What the wheels above require, without torch, what comes with it, and NumPy, which an image with torch has.
 BESIDE = (
-    "iniconfig",
-    "markdown-it-py",
-    "mdurl",
-    "pluggy",
-    "pygments",
-    "pytorch-lightning",
-    "pyyaml",
-    "sortedcontainers",
-    "tqdm",
+    *("iniconfig", "markdown-it-py", "mdurl", "pluggy", "pygments", "pytorch-lightning", "pyyaml"),
+    *("sortedcontainers", "tqdm"),
 )
-WITH_TORCH = frozenset(
-    {
-        "torch",
-        "filelock",
-        "fsspec",
-        "jinja2",
-        "markupsafe",
-        "networkx",
-        "numpy",
-        "setuptools",
-        "sympy",
-        "typing-extensions",
-    }
-)
+WITH_TORCH = {
+    *("torch", "filelock", "fsspec", "jinja2", "markupsafe", "networkx", "numpy", "setuptools", "sympy"),
+    "typing-extensions",
+}
 #: Beside these: published as sources only.
 NEMO_SOURCES = ("antlr4-python3-runtime==4.9.3", "wget==3.2")
 #: The folders and files that our wheel is made of.
@@ -122,11 +105,8 @@ def unpack(wheel: Path, site: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             data = re.fullmatch(r"[^/]+\.data/(\w+)/(.*)", name)
-            if (
-                name.endswith("/")
-                or name.startswith("tests/")
-                or (data is not None and data[1] not in ("purelib", "platlib"))
-            ):
+            is_script = data is not None and data[1] not in ("purelib", "platlib")
+            if name.endswith("/") or name.startswith("tests/") or is_script:
                 continue
             target = (site / (data[2] if data is not None else name)).resolve()
             if not target.is_relative_to(site.resolve()):
@@ -139,16 +119,14 @@ def make(folder: Path, python: str, arch: int) -> list[Path]:
     """Fill ``folder`` with wheels and NCCL's library for ``arch`` (0: without it), and return them."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    chosen = [*_for(python), "--no-deps"]
     wanted = requirements((ROOT / "pyproject.toml").read_text())
-    _run([*pip, "download", *chosen, "-d", str(folder), *wanted])
+    _pip("download", *_for(python), "-d", str(folder), *wanted)
     with tempfile.TemporaryDirectory() as name:  # a build in the working tree would leave files there
         for source in SOURCES:
             path = ROOT / source
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, Path(name) / source)
-        _run([*pip, "wheel", "--no-deps", "-w", str(folder), name])
+        _pip("wheel", "-w", str(folder), name)
     (ours,) = folder.glob("checkpointless-*.whl")
     if other := differing(ours, ROOT):
         raise KitError(f"our wheel is not what this tree has: {other[0]} differs (see tests/wheel/contents.py)")
@@ -159,23 +137,24 @@ def make(folder: Path, python: str, arch: int) -> list[Path]:
     if arch:
         print(f"gpu-kit: fetching {nccl_library.WHEEL}, of which little stays; about 250 MB", flush=True)
         with tempfile.TemporaryDirectory() as name:
-            _run([*pip, "download", *chosen, "-d", name, nccl_library.WHEEL])
+            _pip("download", *_for(python), "-d", name, nccl_library.WHEEL)
             try:
                 nccl_library.collect(next(Path(name).glob("*.whl")), arch, folder)
             except (ValueError, OSError, subprocess.CalledProcessError) as error:
                 raise KitError(f"NCCL's library cannot be cut: {error}") from error
-    files = sorted(folder.iterdir())
-    check_size({each.name: each.stat().st_size for each in files})
-    return files
+    return _sized(folder)
 
 
 def make_nemo(folder: Path, python: str) -> list[Path]:
     """Fill ``folder`` with the wheels that NeMo needs beside the kit, and return them."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, "download", *_for(python), "--no-deps", "-d", str(folder), "-r", str(NEMO)])
-    _run([*pip, "wheel", "--no-deps", "-w", str(folder), *NEMO_SOURCES])
+    _pip("download", *_for(python), "-d", str(folder), "-r", str(NEMO))
+    _pip("wheel", "-w", str(folder), *NEMO_SOURCES)
+    return _sized(folder)
+
+
+def _sized(folder: Path) -> list[Path]:
     files = sorted(folder.iterdir())
     check_size({each.name: each.stat().st_size for each in files})
     return files
@@ -201,7 +180,8 @@ def _counts(requirement: str) -> bool:
     return not re.search(r"python_version\s*<|sys_platform == .(win32|darwin)|platform_system == .Windows", marker)
 
 
-def _run(command: Sequence[str]) -> None:
+def _pip(what: str, *words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", what, "--no-deps", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines() or [""]

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+DRIVER = ("--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def machine() -> dict[str, str]:
@@ -36,9 +37,7 @@ def machine() -> dict[str, str]:
             "GPUs": str(torch.cuda.device_count()),
             "GPU memory": f"{memory / 2**30:.0f} GiB",
             "NCCL": ".".join(map(str, nccl.in_force())) or "none",
-            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
-            if _said("nvidia-smi", "-L")
-            else "unknown",
+            "driver": (_said("nvidia-smi", *DRIVER).splitlines() or ["unknown"])[0],
         }
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,14 @@ def _begin(groups: int = 0) -> list[Any]:
     return made
 
 
+def _abort(backends: Iterable[Any], at_once: bool) -> None:
+    if at_once:
+        process_groups.abort()
+    else:
+        for backend in backends:
+            backend.abort()
+
+
 def _restart() -> None:
     process_groups.hold()
     process_groups.destroy()
@@ -51,11 +60,7 @@ def aborts(count: int, at_once: bool, stall_s: float) -> dict[str, Any]:
     if stall_s:
         spin.start(stall_s)
     began_s = time.monotonic()
-    if at_once:
-        process_groups.abort()
-    else:
-        for backend in backends:
-            backend.abort()
+    _abort(backends, at_once)
     aborted_s = time.monotonic() - began_s
     spin.release()
     torch.cuda.synchronize()
@@ -93,16 +98,8 @@ def lost_peer(at_once: bool) -> dict[str, Any]:
     time.sleep(1.0)
     backends = _nccl_backends()
     found: dict[str, Any] = {"is stuck": not all(stream.query() for stream in streams)}
-
-    def abort() -> None:
-        if at_once:
-            process_groups.abort()
-        else:
-            for backend in backends:
-                backend.abort()
-
     began_s = time.monotonic()
-    thread = threading.Thread(target=abort, daemon=True)
+    thread = threading.Thread(target=_abort, args=(backends, at_once), daemon=True)
     thread.start()
     thread.join(15.0)
     found["aborted"] = not thread.is_alive()
@@ -113,6 +110,25 @@ def lost_peer(at_once: bool) -> dict[str, Any]:
     return found
 
 
+def _begun(wait: Callable[[], object]) -> tuple[threading.Thread, list[str]]:
+    """Begin a call in a thread, and return after a while the thread, and what becomes of the call."""
+    outcome: list[str] = []
+
+    def call() -> None:
+        torch.cuda.set_device(0)
+        try:
+            wait()
+            torch.cuda.synchronize()
+            outcome.append("returned")
+        except (RuntimeError, RankShouldRestart) as error:
+            outcome.append(type(error).__name__)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    return thread, outcome
+
+
 def voting() -> dict[str, Any]:
     """Rank 1 does not vote and comes to no barrier; rank 0 is aborted in both (M1)."""
     groups = _begin(1)
@@ -121,20 +137,7 @@ def voting() -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for name, wait in (("barrier", lambda: dist.barrier(groups[1])), ("vote", vote)):
-        outcome: list[str] = []
-
-        def call(wait: Any = wait, outcome: list[str] = outcome) -> None:
-            torch.cuda.set_device(0)
-            try:
-                wait()
-                torch.cuda.synchronize()
-                outcome.append("returned")
-            except (RuntimeError, RankShouldRestart) as error:
-                outcome.append(type(error).__name__)
-
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(_PATIENCE_S)
+        thread, outcome = _begun(wait)
         found[f"{name} waits"] = thread.is_alive()
         if name == "barrier":
             groups[1].abort()
@@ -153,20 +156,7 @@ def making() -> dict[str, Any]:
     if dist.get_rank() == 1:
         time.sleep(20.0)
         return {}
-    outcome: list[str] = []
-
-    def launch() -> None:
-        torch.cuda.set_device(0)
-        try:
-            dist.all_reduce(torch.ones(1, device="cuda"), group=group)
-            torch.cuda.synchronize()
-            outcome.append("returned")
-        except RuntimeError as error:
-            outcome.append(type(error).__name__)
-
-    thread = threading.Thread(target=launch, daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_S)
+    thread, outcome = _begun(lambda: dist.all_reduce(torch.ones(1, device="cuda"), group=group))
     waits = thread.is_alive()
     began_s = time.monotonic()
     process_groups.abort()

@@ -38,9 +38,8 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        if not self.reference or not statistics.median(self.reference):
-            return None
-        return statistics.median(self.values) / statistics.median(self.reference)
+        against = statistics.median(self.reference or (0.0,))
+        return statistics.median(self.values) / against if against else None
 
 
 @dataclass(frozen=True)

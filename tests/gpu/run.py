@@ -45,40 +45,28 @@ class Part:
     by_name: bool = False  # it runs only if it is named
 
 
+def _tests(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/gpu/test_{name}.py" for name in names)
+
+
 PARTS = (
     Part(
         "part2",
         "whole jobs of four ranks over NCCL on one GPU, beside torchrun",
         420.0,
         170.0,
-        paths=("tests/gpu/test_jobs.py",),
-        on_cpu=("tests/gpu/test_jobs.py",),
+        _tests("jobs"),
+        _tests("jobs"),
     ),
-    Part(
-        "part3", "NCCL itself, with several ranks on one GPU where it can", 110.0, paths=("tests/gpu/test_nccl.py",)
-    ),
+    Part("part3", "NCCL itself, with several ranks on one GPU where it can", 110.0, paths=_tests("nccl")),
     Part(
         "part1",
         "one process and a device that stalls",
         70.0,
-        paths=(
-            "tests/gpu/test_stalled_device.py",
-            "tests/gpu/test_fault_kinds_gpu.py",
-            "tests/gpu/test_random_streams.py",
-            "tests/gpu/test_memory.py",
-            "tests/gpu/test_aborts.py",
-        ),
+        paths=_tests("stalled_device", "fault_kinds_gpu", "random_streams", "memory", "aborts"),
     ),
     Part("part4", "figures", 60.0),
-    Part(
-        "part5",
-        "NeMo's strategy over NCCL",
-        600.0,
-        400.0,
-        paths=("tests/gpu/test_nemo.py",),
-        on_cpu=("tests/gpu/test_nemo.py",),
-        by_name=True,
-    ),
+    Part("part5", "NeMo's strategy over NCCL", 600.0, 400.0, _tests("nemo"), _tests("nemo"), by_name=True),
 )
 
 
@@ -124,11 +112,10 @@ def install(folder: Path, site: Path) -> Path | None:
 
 def environment(site: Path | None) -> dict[str, str]:
     """Return the environment of everything that is started: the kit first, then this tree."""
-    path = [str(each) for each in (site, ROOT) if each is not None]
-    before = os.environ.get("PYTHONPATH")
+    path = (site, ROOT, os.environ.get("PYTHONPATH"))
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*path, *([before] if before else [])]),
+        "PYTHONPATH": os.pathsep.join(str(each) for each in path if each),
         "PYTHONSAFEPATH": "1",  # else this tree's checkpointless, which lacks callbacks/, would come first
         "PYTHONWARNINGS": "ignore",
     }

@@ -16,7 +16,7 @@ from checkpointless.faults.spec import FaultPhase, parse
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 _RANK = """
-import torch
+import torch; torch.zeros(1, device="cuda")
 from checkpointless.faults.inject import FaultInjector
 from checkpointless.faults.spec import FaultPhase
 from checkpointless.inprocess import CudaHealthCheck, HPState
@@ -33,15 +33,11 @@ CudaHealthCheck()(state)
 
 def test_after_a_device_assert_the_process_is_found_unfit(tmp_path: Path) -> None:
     spec = "cuda@forward:rank=0,step=2"
-    environment = {
-        **os.environ,
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "CHECKPOINTLESS_RUN_DIR": str(tmp_path),
-        "CHECKPOINTLESS_FAULTS": json.dumps([spec]),
-    }
-    command = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')\n" + _RANK]
-    rank = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    ours = {"CHECKPOINTLESS_RUN_DIR": str(tmp_path), "CHECKPOINTLESS_FAULTS": json.dumps([spec])}
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", **ours}
+    rank = subprocess.run(
+        [sys.executable, "-c", _RANK], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert "device-side assert" in rank.stdout
     assert rank.returncode == 1
     assert "is not healthy" in rank.stderr

@@ -47,8 +47,6 @@ FAULTS: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes a job."""
-
     script: Path
     args: tuple[str, ...]
     nodes: int = 1

@@ -18,7 +18,7 @@ import venv
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from build import ProjectBuilder
 from build.env import DefaultIsolatedEnv
@@ -37,6 +37,7 @@ FAULTS = ("exception@before_optimizer:rank=1,step=2", "sigkill@optimizer:rank=0,
 STEPS = 6
 COMMAND_S, INSTALL_S = 600.0, 1800.0
 _SEEN_CHARS = 6000
+_PIPED: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 class CheckError(RuntimeError):
@@ -53,19 +54,9 @@ def copy_of_tree(target: Path) -> Path:
     return target
 
 
-def run(command: Sequence[str], folder: Path, env: Mapping[str, str], limit_s: float | None = None) -> str:
+def run(command: Sequence[str], folder: Path, env: Mapping[str, str], limit_s: float = COMMAND_S) -> str:
     try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit_s or COMMAND_S,
-            check=False,
-        )
+        done = subprocess.run(command, cwd=folder, env=env, timeout=limit_s, check=False, **_PIPED)
     except subprocess.TimeoutExpired as error:
         raise CheckError(f"{' '.join(command)}: not through after {limit_s:g} s") from error
     if done.returncode != 0:
@@ -115,10 +106,8 @@ class Check:
             with tarfile.open(sdist) as archive:
                 archive.extractall(self._work, filter="data")
             wheel = built("wheel", self._work / sdist.name.removesuffix(".tar.gz"), dist)
-            if different := differing(wheel, tree):
-                raise CheckError(
-                    f"the wheel differs from the tree in {len(different)} files: {', '.join(different)}"
-                )
+            if other := differing(wheel, tree):
+                raise CheckError(f"the wheel differs from the tree in {len(other)} files: {', '.join(other)}")
             shutil.rmtree(tree / LEFT_OUT)
             less = built("wheel", tree, self._work / "less")
         self._say(f"comparing the wheel without {LEFT_OUT} with the whole tree, which must not be taken for it")

@@ -23,14 +23,8 @@ from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from checkpointless.integrations.megatron.dist_checkpoint import strategies
-from checkpointless.megatron.dist_checkpoint import (
-    Copies,
-    CopiesLoadStrategy,
-    CopiesSaveStrategy,
-    are_defaults,
-    register,
-    unregister,
-)
+from checkpointless.megatron import dist_checkpoint
+from checkpointless.megatron.dist_checkpoint import Copies
 from checkpointless.replication.parts import PartError, SaveId
 
 pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
@@ -100,18 +94,21 @@ def test_an_identity_holds_as_long_as_the_checkpoint_is_as_it_was(tmp_path: Path
 def test_they_are_registered_and_unregistered() -> None:
     copies = Copies()
     try:
-        register(Copies())
-        register(copies)
+        dist_checkpoint.register(Copies())
+        dist_checkpoint.register(copies)
         for _ in range(2):  # Megatron registers its own again at each look-up
             load = get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
             save = get_default_save_sharded_strategy()
-            assert (type(load), type(save)) == (CopiesLoadStrategy, CopiesSaveStrategy)
+            assert (type(load), type(save)) == (
+                dist_checkpoint.CopiesLoadStrategy,
+                dist_checkpoint.CopiesSaveStrategy,
+            )
             assert load.copies is save.copies is copies  # type: ignore[attr-defined]
-            assert are_defaults()
+            assert dist_checkpoint.are_defaults()
     finally:
-        unregister()
+        dist_checkpoint.unregister()
     assert type(get_default_save_sharded_strategy()) is TorchDistSaveShardedStrategy
-    assert not are_defaults()
+    assert not dist_checkpoint.are_defaults()
 
 
 # --- Everything is read and sent once, evenly, and many pairs work at a time --------------------------------------
