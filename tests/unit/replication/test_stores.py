@@ -223,7 +223,12 @@ def test_a_part_that_is_received_gives_the_same_tensors() -> None:
 
 def test_pages_are_locked_as_long_as_a_content_or_the_pool_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: set[int] = set()
-    monkeypatch.setattr(host_memory, "_lock_pages", lambda memory: locked.add(memory.data_ptr()) or True)
+
+    def lock(memory: torch.Tensor) -> bool:
+        locked.add(memory.data_ptr())
+        return True
+
+    monkeypatch.setattr(host_memory, "_lock_pages", lock)
     monkeypatch.setattr(host_memory, "_unlock_pages", lambda memory, _: locked.remove(memory.data_ptr()))
     pool = HostMemoryPool()
     kept, spare = (pool.content(b"x", [torch.zeros(8)]) for _ in range(2))

@@ -35,11 +35,11 @@ LENGTH, VOCABULARY = 8, 32
 
 
 @contextmanager
-def generation(tensor_parallel: int = 1, more: int = 0) -> Iterator[None]:
+def generation(more: int = 0) -> Iterator[None]:
     """Have process groups while the context lasts, ``more`` than Megatron's own."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        parallel_state.initialize_model_parallel(tensor_parallel)
+        parallel_state.initialize_model_parallel()
         for _ in range(more):
             dist.new_group([0], group_desc="somebody else's")
         model_parallel_cuda_manual_seed(1)

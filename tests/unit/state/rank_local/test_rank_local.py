@@ -20,7 +20,6 @@ from checkpointless.state.rank_local.agreement import require_agreement
 from checkpointless.state.rank_local.state import NOTHING, RankLocalState
 from checkpointless.state.rng import RngStates
 from checkpointless.state.serialization import state_tree
-from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
 
@@ -206,14 +205,11 @@ def test_buffers_that_the_update_has_written_to_take_the_place_of_those_before_i
         assert value_in(owner.streams.record_of_buffers(1, COMMITTED) or b"") == 3.0
 
 
-EVERYBODY, ROWS = (0, 1, 2, 3), ((0, 1), (2, 3))
-
-
-def a_rank(number: int, shared: Group | None = EVERYBODY) -> MadeUpState:
-    """Return the state of a rank that holds the weight with ``shared``, and the rest with its row."""
+def a_rank(number: int) -> MadeUpState:
+    """Return the state of one of four ranks, which holds the weight with all others, and the rest with its row."""
     live = MadeUpState(0)
-    live.all_holders = ROWS[number // 2]
-    live.held_by = {WEIGHT: shared} if shared is not None else {}
+    live.all_holders = ((0, 1), (2, 3))[number // 2]
+    live.held_by = {WEIGHT: (0, 1, 2, 3)}
     live.present[MOMENTUM].fill_(number // 2)
     live.present[BUFFER].fill_(number)
     return live
