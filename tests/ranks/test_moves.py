@@ -1,9 +1,11 @@
 """Check that a node's ranks go on on a spare, with the bits of an undisturbed run and no step made twice."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,31 @@ import pytest
 from checkpointless.observability.report.incidents import IncidentSummary, summarize
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import read_events
-from checkpointless.observability.telemetry.steps import read_steps
+from checkpointless.observability.telemetry.steps import Recording, read_steps
 from checkpointless.system.environment import TOKEN_ENV
-from tests.ranks.agent_job import SCRIPTS, TOKEN
+from tests.ranks.agent_job import SCRIPTS, TOKEN, Job
 from tests.ranks.job_callbacks import AT_BATCH
-from tests.ranks.jobs import RUNNER, Scene, Trainings, assert_same, run_job
+from tests.ranks.jobs import RUNNER, Scene, assert_same, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_agent_nodes import Nodes
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
-SCRIPT, STEPS = str(SCRIPTS / "once.py"), 6
+STEPS = 6
+Calm = Callable[[str], Recording]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    @functools.cache
+    def steps(layout: str) -> Recording:
+        run_dir = tmp_path_factory.mktemp("calm") / "run"
+        job = Job(run_dir, "once.py", str(STEPS), layout, nproc=4, record_steps=True)
+        job.end()
+        return read_steps(run_dir)
+
+    return steps
 
 
 def start(run_dir: Path, layout: str, **options: Any) -> Nodes:
@@ -50,14 +65,14 @@ def incidents(nodes: Nodes) -> list[IncidentSummary]:
 
 
 @pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])  # below is hsdp
-def test_a_node_moves_and_no_step_is_made_twice(tmp_path: Path, trainings: Trainings, layout: str) -> None:
+def test_a_node_moves_and_no_step_is_made_twice(tmp_path: Path, calm: Calm, layout: str) -> None:
     nodes = start(tmp_path, layout)
     begin_of_step_3(nodes)
     asked = move(at(nodes), "--node", "1")
     _, said = asked.communicate(timeout=120)
     ended = nodes.end()
     assert asked.returncode == 0, said
-    assert_same(trainings.calm(4, str(STEPS), layout).steps, read_steps(tmp_path), STEPS)
+    assert_same(calm(layout), read_steps(tmp_path), STEPS)
     (incident,) = incidents(nodes)
     assert (incident.how, incident.rung, incident.steps_lost) == ("planned", Rung.OWN_STATE, 0)
     (moved,) = nodes.agents[0].events(EventName.MOVED)
@@ -65,12 +80,12 @@ def test_a_node_moves_and_no_step_is_made_twice(tmp_path: Path, trainings: Train
     assert "node 1 moves to a spare" in ended[0].err
 
 
-def test_a_node_whose_agent_gets_sigterm_is_drained(tmp_path: Path, trainings: Trainings) -> None:
+def test_a_node_whose_agent_gets_sigterm_is_drained(tmp_path: Path, calm: Calm) -> None:
     nodes = start(tmp_path, "fsdp", on_sigterm="drain")
     begin_of_step_3(nodes)
     nodes.agents[1].process.send_signal(signal.SIGTERM)
     ended = nodes.end()
-    assert_same(trainings.calm(4, str(STEPS), "fsdp").steps, read_steps(tmp_path))
+    assert_same(calm("fsdp"), read_steps(tmp_path))
     assert "node 1 is drained" in ended[1].err
     assert "its agent got SIGTERM" in incidents(nodes)[0].cause
 
@@ -99,7 +114,7 @@ def test_without_a_spare_or_the_token_nothing_moves(tmp_path: Path) -> None:
         agent.process.kill()
 
 
-def test_a_node_that_is_killed_while_it_moves_is_a_lost_node(tmp_path: Path, trainings: Trainings) -> None:
+def test_a_node_that_is_killed_while_it_moves_is_a_lost_node(tmp_path: Path, calm: Calm) -> None:
     nodes = start(tmp_path, "hsdp")
     begin_of_step_3(nodes)
     asked = move(at(nodes), "--node", "1")
@@ -109,7 +124,7 @@ def test_a_node_that_is_killed_while_it_moves_is_a_lost_node(tmp_path: Path, tra
     asked.communicate(timeout=120)
     nodes.agents[0].end()
     nodes.agents[2].end()
-    assert_same(trainings.calm(4, str(STEPS), "hsdp").steps, read_steps(tmp_path))
+    assert_same(calm("hsdp"), read_steps(tmp_path))
 
 
 NEMO = (f"trainer.max_steps={STEPS}", "model.config.num_layers=2")
