@@ -132,9 +132,9 @@ class ModelAgent:
     def dies(self, number: int, code: int = -9) -> None:
         _, incarnation = self.ranks[number]
         self.ranks[number] = GONE, incarnation
-        about = {"rank": number, "incarnation": incarnation}
-        steps = {"committed": self._committed, "making": self._committed + 1}
-        self._ended[number] = ended = RankEnded(code, False, "rank.log", [], **about, **steps)
+        here = {"committed": self._committed, "making": self._committed + 1}
+        about: dict[str, Any] = {"rank": number, "incarnation": incarnation, **here}
+        self._ended[number] = ended = RankEnded(code, False, "rank.log", [], **about)
         self._say(ended)
 
     def _say(self, message: NodeMessage) -> None:
