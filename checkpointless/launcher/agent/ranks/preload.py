@@ -10,6 +10,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def preload(names: tuple[str, ...], script: Script | None = None) -> dict[str, s
         try:
             pkgutil.resolve_name(name)
         except Exception as error:  # noqa: BLE001 - importing runs other people's code
-            failed[name] = f"preloading {name} failed: {type(error).__name__}: {error}"
+            failed[name] = f"preloading {name} failed: {type(error).__name__}"
+            with suppress(Exception):  # its __str__ is other people's code, too
+                failed[name] += f": {error}"
             logger.warning(failed[name])
     for folder in beside:
         sys.path.remove(folder)

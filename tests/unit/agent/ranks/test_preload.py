@@ -43,6 +43,16 @@ def test_a_script_that_cannot_be_parsed_preloads_nothing(tmp_path: Path, source:
     assert preloads_of(Script(str(script))) == ()
 
 
+def test_an_import_whose_error_has_no_words_is_left_to_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "speechless.py").write_text(
+        "class Odd(Exception):\n    def __str__(self):\n        raise RuntimeError\nraise Odd\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert preload.preload(("speechless", "wave")) == {"speechless": "preloading speechless failed: Odd"}
+
+
 @pytest.fixture
 def preloaded(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return a module that is preloaded, and that a job runs as its script."""
