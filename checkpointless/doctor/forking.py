@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -174,6 +175,7 @@ def _main() -> None:
         os.write(descriptor, (json.dumps(msgspec.to_builtins(fields)) + "\n").encode())
 
     failed: dict[str, str] = {}
+    logging.getLogger(preload.__module__).addHandler(logging.NullHandler())  # else they were why this process ends
     began_s = time.monotonic()
     if not names and script is not None:
         names = preloads_of(script)

@@ -114,3 +114,9 @@ def test_an_import_that_does_not_end_is_killed_in_time(folder: Path) -> None:
     found = worst(tried(folder, "hangs", timeout_s=8.0))
     assert time.monotonic() - began_s < 60
     assert found.seen == "the process that imports did not end within 8 s at hangs (1 of 1)"
+
+
+def test_an_import_that_ends_the_process_is_not_put_down_to_one_that_failed_before(folder: Path) -> None:
+    (folder / "ends.py").write_text("import os\nos._exit(3)\n")
+    found = worst(tried(folder, "nowhere_to_be_found", "ends"))
+    assert found.seen == "the process that imports ended with code 3 at ends (2 of 2)"
