@@ -499,8 +499,9 @@ class _Undeclared:
         if self._looks == 1:
             self._found = {name for name, value in variables.items() if self._is_candidate(value)}
             for name, value in variables.items():
-                is_log = isinstance(value, io.IOBase) and not value.closed and value.writable()  # an iterator, too
-                if hasattr(type(value), "__next__") and not has_state(value) and not is_log:
+                if not hasattr(type(value), "__next__") or has_state(value):
+                    continue
+                if not (isinstance(value, io.IOBase) and not value.closed and value.writable()):  # else it is a log
                     self._warn(name, _ITERATOR, name)
             return
         now = {

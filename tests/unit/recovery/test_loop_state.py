@@ -114,6 +114,16 @@ def test_a_log_file_is_no_iterator_of_data(tmp_path: Path, caplog: pytest.LogCap
     assert "the iterator rows was made before the first step" in said
 
 
+def test_variables_are_not_asked_more_than_what_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    class Unhashable(type):
+        __hash__ = None  # type: ignore[assignment]
+
+    odd = Unhashable("Odd", (), {})()  # for which an abstract class such as IOBase cannot be looked up
+    for _ in _train(_Undeclared([]), 4):
+        assert odd is not None
+    assert caplog.messages == []
+
+
 def test_none_tuples_and_arrays_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     average: Any = None
     hidden: Any = (torch.zeros(1), torch.zeros(1))
