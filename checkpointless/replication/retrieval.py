@@ -64,7 +64,8 @@ def choose(
         if not missing:
             copies = {rank: found[save][rank] for rank in ranks}
             return Choice(save, _cheapest(copies, places), lacking)
-        lacking[save] = missing
+        if len(missing) < len(ranks):  # else there are parts of other ranks only
+            lacking[save] = missing
     return Choice(lacking=lacking)
 
 

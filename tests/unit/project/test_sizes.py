@@ -8,11 +8,11 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 44_900,
+    "lines of the product": 44_883,
     "modules of the product": 207,
     "public names of the product": 594,
     "private names of other packages": 104,
-    "lines of the tests": 45_330,
+    "lines of the tests": 45_322,
     "bytes of docs/": 202_252,
     "bytes of docs/architecture.md": 34_860,
     "bytes of docs/guarantees.md": 13_393,

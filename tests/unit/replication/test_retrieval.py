@@ -74,6 +74,8 @@ def test_never_a_mixture_of_steps(ranks: list[Holding], data: st.DataObject) -> 
 
     whole = {copy.part.save for copy in usable if is_whole(copy.part.save)}
     assert choice.save == max(whole, default=None)
+    newest = max(whole, default=save(0))
+    assert set(choice.lacking) == {copy.part.save for copy in usable if copy.part.save > newest}
     if choice.save is not None:
         assert [copy.part for copy in choice.copies] == [PartId(choice.save, rank) for rank in range(len(ranks))]
         assert set(choice.copies) <= usable
