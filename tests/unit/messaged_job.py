@@ -9,23 +9,9 @@ from typing import Any, TypeVar
 from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.job import Node
 from checkpointless.launcher.coordinator.job_config import JobConfig
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import Cause, CauseKind
-from checkpointless.launcher.protocol.messages import (
-    Barrier,
-    Command,
-    Done,
-    End,
-    FaultReport,
-    Go,
-    Hello,
-    Joined,
-    NodeMessage,
-    OpenStore,
-    Progress,
-    RankEnded,
-    Spawn,
-    StoreOpened,
-)
+from checkpointless.launcher.protocol.messages import Barrier, Command, FaultReport, Hello, NodeMessage, OpenStore
 from checkpointless.observability.telemetry.events import EventLog
 
 NPROC = 2
@@ -81,7 +67,9 @@ class Job:
             node, command = self._to_open.pop(0)
             if not node.lost:
                 generation = command.generation
-                self.coordinator.hear(node, StoreOpened(generation, f"10.0.0.{node.index}", 5000 + generation))
+                self.coordinator.hear(
+                    node, messages.StoreOpened(generation, f"10.0.0.{node.index}", 5000 + generation)
+                )
 
     def opens_again(self) -> None:
         self.opens = True
@@ -89,7 +77,7 @@ class Job:
 
     def join(self, index: int) -> Node:
         node = self.admit(index)
-        self.hear(node, Joined())
+        self.hear(node, messages.Joined())
         return node
 
     def join_all(self) -> Job:
@@ -101,7 +89,7 @@ class Job:
         """Have every node report how far its ranks have come."""
         newest = oldest if newest is None else newest
         for node in self.coordinator.nodes:
-            self.hear(node, Progress(oldest, newest, newest + 1, longest_ms, **more))
+            self.hear(node, messages.Progress(oldest, newest, newest + 1, longest_ms, **more))
 
     def tell(self, rank: int, message: NodeMessage) -> None:
         """Give the coordinator a message of the node of ``rank``."""
@@ -117,12 +105,12 @@ class Job:
     def ends(self, rank: int, code: int = -9, forgiven: bool = False, **more: Any) -> None:
         now = self.coordinator.ranks[rank].incarnation
         about = {"rank": rank, "incarnation": now, "committed": 3, "making": 4} | more
-        self.tell(rank, RankEnded(code, forgiven, f"rank-{rank}.log", ["its last line"], **about))
+        self.tell(rank, messages.RankEnded(code, forgiven, f"rank-{rank}.log", ["its last line"], **about))
 
     def returns(self) -> None:
         """Have the block of every rank return."""
         for rank in self.ranks:
-            self.tell(rank, Done(self.coordinator.job.generation, rank=rank))
+            self.tell(rank, messages.Done(self.coordinator.job.generation, rank=rank))
 
     def begin(self) -> Job:
         """Have all nodes join and all ranks get to the barrier, and forget what was sent until then."""
@@ -137,11 +125,11 @@ class Job:
 
     def started(self) -> list[tuple[int, int]]:
         """Return rank and incarnation of the processes that were asked for since then."""
-        return [(spawn.rank, spawn.incarnation) for _, spawn in self.take(Spawn)]
+        return [(spawn.rank, spawn.incarnation) for _, spawn in self.take(messages.Spawn)]
 
     def begun(self) -> list[int]:
         """Return the generations that nodes were told of since then to have begun."""
-        return [begin.generation for _, begin in self.take(Go)]
+        return [begin.generation for _, begin in self.take(messages.Go)]
 
     def now_s(self) -> float:
         return time.monotonic() + self.later_s
@@ -155,7 +143,7 @@ class Job:
         return self.coordinator.job.rendezvous.run_id
 
     @property
-    def outcome(self) -> End | None:
+    def outcome(self) -> messages.End | None:
         return self.coordinator.job.outcome
 
     @property

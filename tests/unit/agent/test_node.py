@@ -15,28 +15,9 @@ import pytest
 from checkpointless.launcher.agent.node import _BeatWatch
 from checkpointless.launcher.agent.ranks.process_keeper import LEAVE_S, LocalRank, _Beats
 from checkpointless.launcher.coordinator.job_config import Heartbeat
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.board import BoardReading
-from checkpointless.launcher.protocol.messages import (
-    Discard,
-    Displaced,
-    End,
-    Finish,
-    Go,
-    Inexact,
-    Joined,
-    Kill,
-    MoveNews,
-    MoveWanted,
-    NodeMessage,
-    Progress,
-    RankEnded,
-    RankStanding,
-    RankState,
-    Silent,
-    Spawn,
-    Standing,
-    encode,
-)
+from checkpointless.launcher.protocol.messages import End, Go, Kill, Progress, RankEnded, RankState, Silent, Spawn
 from checkpointless.system.environment import SOURCE_ENV
 from tests.unit.agent.commanded_node import SEVERAL, CommandedNode
 
@@ -53,7 +34,7 @@ def node(tmp_path: Path) -> Iterator[CommandedNode]:
 
 def start_two(node: CommandedNode) -> None:
     node.tick()
-    assert node.said == [Joined()]
+    assert node.said == [messages.Joined()]
     for rank in (0, 1):
         node.agent.obey(Spawn(rank, 0, 0, "", {}))
     node.tick()
@@ -62,7 +43,7 @@ def start_two(node: CommandedNode) -> None:
 def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node: CommandedNode) -> None:
     node.ends(0)
     assert isinstance(node.said[-1], RankEnded)
-    node.agent.obey(Finish())  # it was under way when the process ended
+    node.agent.obey(messages.Finish())  # it was under way when the process ended
     node.ends(1, 0)
     assert node.agent.alive() == []
     node.agent.obey(End(1, ["rank 0 killed by SIGKILL"]))
@@ -73,7 +54,7 @@ def test_ranks_that_wait_for_the_next_block_are_not_ended_with_this_one(node: Co
     for number, state in enumerate((RankState.DONE, RankState.READY)):
         node.agent.ranks[number].state = state
     for _ in range(2):
-        node.agent.obey(Finish())
+        node.agent.obey(messages.Finish())
     assert [rank.state for rank in node.agent.ranks.values()] == [RankState.FINISHED, RankState.READY]
 
 
@@ -226,13 +207,13 @@ def test_what_a_rank_said_before_it_committed_is_reported_before_that(node: Comm
         rank.disconnect()
         rank.connect(ours, node.selector, lambda: None)
         rank.state = RankState.RUNNING
-        theirs.sendall(encode(Inexact(1, "step 4 takes another batch")))
+        theirs.sendall(messages.encode(messages.Inexact(1, "step 4 takes another batch")))
         for each in node.agent.ranks.values():
             each.board.set_committed(4)
         node.said.clear()
         node.tick()
-    assert [type(said) for said in node.said[:2]] == [Inexact, Progress]
-    assert node.said[0] == Inexact(1, "step 4 takes another batch", rank=0, incarnation=0, committed=4)
+    assert [type(said) for said in node.said[:2]] == [messages.Inexact, Progress]
+    assert node.said[0] == messages.Inexact(1, "step 4 takes another batch", rank=0, incarnation=0, committed=4)
 
 
 def test_a_kill_of_who_hangs_spares_who_has_moved(node: CommandedNode) -> None:
@@ -257,18 +238,18 @@ def test_what_a_new_coordinator_is_told(node: CommandedNode) -> None:
     standing = node.agent.standing()
     assert node.said == [ended]  # again, since the first one may be lost
     states = [RankState.GONE, RankState.STARTING]
-    ranks = [RankStanding(rank, 0, states[rank], -1, (-1, 12)[rank]) for rank in (0, 1)]
-    assert standing == Standing(4, 3, 11, "", False, ranks)
+    ranks = [messages.RankStanding(rank, 0, states[rank], -1, (-1, 12)[rank]) for rank in (0, 1)]
+    assert standing == messages.Standing(4, 3, 11, "", False, ranks)
 
 
 def test_processes_that_are_no_longer_wanted_end_in_silence_and_the_node_joins_again(node: CommandedNode) -> None:
     node.said.clear()
-    node.agent.obey(Discard())
+    node.agent.obey(messages.Discard())
     assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
     node.ends(0)
     assert node.said == []
     node.ends(1)
-    assert node.said == [Joined()]
+    assert node.said == [messages.Joined()]
     node.agent.obey(Spawn(1, 3, 5, "2", {}))
     node.tick()
     node.ends(1, 9)
@@ -277,13 +258,13 @@ def test_processes_that_are_no_longer_wanted_end_in_silence_and_the_node_joins_a
 
 def test_a_displaced_node_keeps_its_processes_until_they_are_discarded(node: CommandedNode) -> None:
     node.said.clear()
-    node.agent.obey(Displaced())
+    node.agent.obey(messages.Displaced())
     assert (node.agent.takes_part, node.agent.has_moved, node.starter.signals) == (False, True, [])
-    node.agent.obey(Discard(moved=True))
+    node.agent.obey(messages.Discard(moved=True))
     assert [pid for pid, _ in node.starter.signals] == [1000, 1001]
     node.ends(0)
     node.ends(1)
-    assert node.said == [Joined()]
+    assert node.said == [messages.Joined()]
 
 
 def test_a_refused_drain_is_asked_for_again(tmp_path: Path) -> None:
@@ -291,13 +272,13 @@ def test_a_refused_drain_is_asked_for_again(tmp_path: Path) -> None:
     node = CommandedNode(tmp_path, clock=lambda: now_s[0], on_sigterm="drain", node_rank=1, **SEVERAL)
     node.agent.takes_part, node.agent._hosts = True, False
     node.agent.interrupted(signal.SIGTERM)
-    node.agent.obey(MoveNews("no spare is free", True))
+    node.agent.obey(messages.MoveNews("no spare is free", True))
     for now_s[0] in (30.0, 61.0, 62.0):
         node.agent.tick(now_s[0])
-    assert sum(isinstance(message, MoveWanted) for message in node.said) == 2
+    assert sum(isinstance(message, messages.MoveWanted) for message in node.said) == 2
     node.agent.standing()  # for a coordinator that knows nothing of it
     node.agent.tick(now_s[0] + 61.0)
-    assert sum(isinstance(message, MoveWanted) for message in node.said) == 3
+    assert sum(isinstance(message, messages.MoveWanted) for message in node.said) == 3
     node.agent.interrupted(signal.SIGTERM)
     assert node.agent.job.outcome is not None
     node.close()
@@ -338,11 +319,11 @@ def test_a_process_whose_successor_is_to_be_started_is_killed_first(node: Comman
 
 def test_a_successor_is_forgotten_with_the_processes_that_are_discarded(node: CommandedNode) -> None:
     node.agent.obey(Spawn(1, 2, 3, "2", {}))
-    node.agent.obey(Discard())
+    node.agent.obey(messages.Discard())
     node.ends(0)
     node.ends(1)
     node.tick()
-    assert (node.agent.alive(), node.said[-1]) == ([], Joined())
+    assert (node.agent.alive(), node.said[-1]) == ([], messages.Joined())
 
 
 class Rank:
@@ -353,7 +334,7 @@ class Rank:
 
 
 def test_a_silence_counts_what_passed_while_the_agent_did_not_run_but_its_limit_does_not() -> None:
-    told: list[NodeMessage] = []
+    told: list[messages.NodeMessage] = []
     watch, rank = _BeatWatch(Heartbeat(10.0), told.append), cast(Any, Rank())
     ranks: list[LocalRank] = [rank]
     rank.beats.seen_at_s = time.monotonic() - 60  # the agent was stopped for most of it, and its clock stood still
@@ -368,7 +349,7 @@ def test_a_silence_counts_what_passed_while_the_agent_did_not_run_but_its_limit_
 
 
 def test_a_board_that_still_shows_the_generation_before_says_nothing_of_what_this_one_began_after() -> None:
-    told: list[NodeMessage] = []
+    told: list[messages.NodeMessage] = []
     watch, rank = _BeatWatch(Heartbeat(10.0), told.append), cast(Any, Rank())
     rank.reading = BoardReading(7, 5, 4, 0, began_after=0)
     watch.begin(5, 4)

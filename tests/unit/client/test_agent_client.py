@@ -12,20 +12,7 @@ from checkpointless.launcher.client import wait_rank
 from checkpointless.launcher.client.agent_client import AgentClient, AgentLostError, StandaloneClient
 from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import exception_cause
-from checkpointless.launcher.protocol.messages import (
-    Answer,
-    Barrier,
-    Done,
-    FaultNotice,
-    FaultReport,
-    Finish,
-    Go,
-    Hello,
-    Inquire,
-    LineBuffer,
-    Message,
-    encode,
-)
+from checkpointless.launcher.protocol.messages import Answer, Barrier, Done, FaultNotice, Go, Inquire, Message
 
 
 class Agent:
@@ -34,11 +21,11 @@ class Agent:
     def __init__(self, connection: socket.socket, client: AgentClient) -> None:
         self.connection, self.client = connection, client
         connection.settimeout(60)
-        self._lines = LineBuffer()
+        self._lines = messages.LineBuffer()
         self._heard: list[Message] = []
 
-    def say(self, *messages: Any) -> None:
-        self.connection.sendall(b"".join(encode(message) for message in messages))
+    def say(self, *said: Any) -> None:
+        self.connection.sendall(b"".join(messages.encode(message) for message in said))
 
     def hear(self) -> Message:
         while not self._heard:
@@ -129,14 +116,14 @@ def test_a_standalone_rank_regroups_with_itself_but_does_not_repeat_a_bug_for_ev
     client = StandaloneClient()
     called: list[FaultNotice] = []
     client.on_fault = called.append
-    client.send(Hello(0))
+    client.send(messages.Hello(0))
     cause = exception_cause(client.rank, "ValueError", "no\nmore", "T", 4, victim=False)
     for generation in range(3):
         go = client.wait_go(generation - 1, 1)
         assert isinstance(go, Go)
         assert (go.generation, go.env.get("JOB_RESTART_COUNT", "0")) == (generation, str(generation))
         assert client.pending_fault(generation) is None
-        client.send(FaultReport(generation, cause))
+        client.send(messages.FaultReport(generation, cause))
         assert called[generation].cause == "rank 0 raised ValueError at step 4: no"
         assert client.pending_fault(generation) == called[generation]
         client.send(Barrier(generation))
@@ -144,7 +131,7 @@ def test_a_standalone_rank_regroups_with_itself_but_does_not_repeat_a_bug_for_ev
         client.wait_go(2, 1)
     again = StandaloneClient()
     again.send(Done(0))
-    assert again.wait_finish_or_fault(0, 1) == Finish()
+    assert again.wait_finish_or_fault(0, 1) == messages.Finish()
 
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

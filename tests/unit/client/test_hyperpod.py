@@ -16,18 +16,9 @@ from checkpointless.launcher import client as clients
 from checkpointless.launcher.client import HPAgentK8sAPIFactory, hyperpod, wait_rank
 from checkpointless.launcher.client.agent_client import AgentLostError, StandaloneClient
 from checkpointless.launcher.client.hyperpod import HyperPodClient, _worker_envs
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import exception_cause
-from checkpointless.launcher.protocol.messages import (
-    Barrier,
-    Done,
-    FaultNotice,
-    FaultReport,
-    Finish,
-    GiveUp,
-    Go,
-    Hello,
-    Replace,
-)
+from checkpointless.launcher.protocol.messages import Barrier, Done, FaultNotice, Finish, GiveUp, Go, Hello, Replace
 from checkpointless.system.environment import HYPERPOD_SOCKET_ENV
 from tests import hyperpod_stand_in as stand_in
 from tests.waiting import wait_until
@@ -263,7 +254,7 @@ def test_faults_are_heard_at_once_and_the_same_bug_for_ever_asks_for_new_process
         assert isinstance(go, Go)
         incident = str(generation) if generation else None
         assert (go.generation, go.incident, go.high_water) == (generation, incident, 3 if generation else -1)
-        client.send(FaultReport(generation, cause))
+        client.send(messages.FaultReport(generation, cause))
         what = "rank 0 raised ValueError at step 4: no"
         assert called[generation:] == [FaultNotice(generation, str(generation + 1), what, 0)]
         agent.fault()

@@ -11,21 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.job import Node, _ProgressReports
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import CauseKind
-from checkpointless.launcher.protocol.messages import (
-    Answer,
-    Done,
-    End,
-    GiveUp,
-    Go,
-    Joined,
-    Kill,
-    NodeMessage,
-    Progress,
-    Silent,
-    SilentRank,
-    Spawn,
-)
+from checkpointless.launcher.protocol.messages import Answer, Done, End, GiveUp, Go, Joined, Kill, Progress, Spawn
 from checkpointless.observability.telemetry.events import read_events
 from tests.drawn import examples
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, at_barrier
@@ -229,14 +217,16 @@ class Observer:
             job.tell(rank, _message(kind, rank, coordinator.job.generation, *more))
 
 
-def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any = None) -> NodeMessage:
+def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any = None) -> messages.NodeMessage:
     if kind == "done":
         return Done(generation - number, rank=rank)
     if kind == "progress":
         return Progress(number - more, number, number + 1, 0)
     if kind == "silent":
         age_ms = int(more * 1000 * HEARTBEAT_S)
-        return Silent([SilentRank(rank, number, age_ms, age_ms, 2, bool(number % 2), ord("SRTD"[number]), number)])
+        return messages.Silent(
+            [messages.SilentRank(rank, number, age_ms, age_ms, 2, bool(number % 2), ord("SRTD"[number]), number)]
+        )
     return Answer(number, more, "a stack", rank=rank)
 
 

@@ -5,25 +5,8 @@ from __future__ import annotations
 import pytest
 
 from checkpointless.launcher.coordinator.job import Node
-from checkpointless.launcher.protocol.messages import (
-    DeviceBad,
-    Discard,
-    Displaced,
-    End,
-    FaultNotice,
-    Go,
-    Joined,
-    Leaving,
-    MoveNews,
-    MoveWanted,
-    NodeMessage,
-    Offer,
-    Offered,
-    Pause,
-    Paused,
-    RankEnded,
-    Spawn,
-)
+from checkpointless.launcher.protocol import messages
+from checkpointless.launcher.protocol.messages import Discard, End, FaultNotice, Go, Joined, MoveNews, Offer, Pause
 from tests.unit.messaged_job import REGROUP_S, Job, at_barrier
 
 WHY = "an operator"
@@ -50,7 +33,7 @@ class Moving:
 
     def pause(self, generation: int = 0) -> Moving:
         for rank in self.job.ranks:
-            self.job.tell(rank, Paused(generation, rank=rank))
+            self.job.tell(rank, messages.Paused(generation, rank=rank))
         return self
 
     def gather(self) -> Moving:
@@ -59,7 +42,9 @@ class Moving:
 
     def offer(self, *problems: str) -> Moving:
         for rank in (2, 3):
-            self.job.hear(self.left, Offered(0, f"10.0.0.1 70{rank} secret", *problems, rank=rank, incarnation=0))
+            self.job.hear(
+                self.left, messages.Offered(0, f"10.0.0.1 70{rank} secret", *problems, rank=rank, incarnation=0)
+            )
         return self
 
     def sent_to(self, node: Node, kind: type) -> list[object]:
@@ -74,7 +59,7 @@ class Moving:
 def test_a_move_from_its_begin_to_its_end() -> None:
     moving = Moving().ask()
     job, (spare,) = moving.job, moving.spares
-    assert {each.generation for _, each in job.take(Spawn)} == {1}
+    assert {each.generation for _, each in job.take(messages.Spawn)} == {1}
     assert (job.started(), job.take(Pause)) == ([(2, 1), (3, 1)], [])
     moving.warm()
     assert job.take(Pause) == [(0, Pause(0)), (1, Pause(0))]
@@ -87,7 +72,10 @@ def test_a_move_from_its_begin_to_its_end() -> None:
     begun = {id(node): command for node, command in job.sent if isinstance(command, Go)}
     assert {id(spare), id(job.coordinator.nodes[0])} == begun.keys()
     assert begun[id(spare)].sources == {"2": "10.0.0.1 702 secret", "3": "10.0.0.1 703 secret"}
-    assert (moving.sent_to(moving.left, Displaced), moving.sent_to(moving.left, Discard)) == ([Displaced()], [])
+    assert (moving.sent_to(moving.left, messages.Displaced), moving.sent_to(moving.left, Discard)) == (
+        [messages.Displaced()],
+        [],
+    )
     job.coordinator.job.incidents.recovered(5)
     job.tick()
     assert moving.sent_to(moving.left, Discard) == [Discard(True)]
@@ -112,13 +100,13 @@ def test_what_cannot_be_moved(node: int, why: str) -> None:
 
 def test_a_node_asks_by_itself_and_hears_why_not() -> None:
     moving = Moving(spares=0)
-    moving.job.hear(moving.left, MoveWanted("maintenance"))
+    moving.job.hear(moving.left, messages.MoveWanted("maintenance"))
     (refused,) = moving.sent_to(moving.left, MoveNews)
     assert isinstance(refused, MoveNews)
     assert "no spare is free" in refused.line
     assert (refused.is_over, refused.is_moved) == (True, False)
     moving = Moving()
-    moving.job.hear(moving.left, MoveWanted("maintenance"))
+    moving.job.hear(moving.left, messages.MoveWanted("maintenance"))
     assert len(moving.job.started()) == 2
 
 
@@ -144,7 +132,7 @@ def test_a_node_that_is_lost_gets_the_spare_without_other_successors(stages: int
     for go_on in (moving.warm, moving.pause, moving.gather)[:stages]:
         go_on()
     (spare,), nodes = moving.spares, moving.job.coordinator.nodes
-    moving.job.hear(nodes[lost], Leaving("its power is off"))
+    moving.job.hear(nodes[lost], messages.Leaving("its power is off"))
     assert (moving.outcome, moving.sent_to(spare, Discard)) == (f"node 1 was not moved: {why}", [Discard(True)])
     assert nodes[lost] is not spare, "it has successors yet"
     moving.job.hear(spare, Joined())
@@ -177,14 +165,14 @@ def test_a_state_that_cannot_be_offered_stays() -> None:
     ("message", "why"),
     [
         (
-            RankEnded(7, False, "rank-2.log", [], rank=2, incarnation=1),
+            messages.RankEnded(7, False, "rank-2.log", [], rank=2, incarnation=1),
             "rank 2 exited with code 7 on the spare; its log: rank-2.log",
         ),
-        (DeviceBad(2, 1, "it is hot"), "a device of the spare must not be used: it is hot"),
+        (messages.DeviceBad(2, 1, "it is hot"), "a device of the spare must not be used: it is hot"),
         (None, "its successors did not come within 30 s"),
     ],
 )
-def test_successors_that_do_not_come(message: NodeMessage | None, why: str) -> None:
+def test_successors_that_do_not_come(message: messages.NodeMessage | None, why: str) -> None:
     moving = Moving().ask()
     if message is None:
         moving.job.tick(REGROUP_S + 1)

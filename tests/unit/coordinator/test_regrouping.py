@@ -10,23 +10,9 @@ import pytest
 from checkpointless.launcher.coordinator.incident_policy import SAME_FAILURE_LIMIT
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.coordinator.regrouping import SAME_FAILURE_S
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import CauseKind, exception_cause
-from checkpointless.launcher.protocol.messages import (
-    Alive,
-    Answer,
-    Done,
-    End,
-    FaultNotice,
-    FaultReport,
-    GiveUp,
-    Go,
-    HandOver,
-    Inexact,
-    OneEnded,
-    RankEnded,
-    RankState,
-    Spawn,
-)
+from checkpointless.launcher.protocol.messages import Alive, Answer, Done, End, FaultNotice, Go, HandOver, OneEnded
 from checkpointless.observability.telemetry.event_names import EventName, Rung
 from checkpointless.observability.telemetry.events import Event, read_events
 from tests.unit.messaged_job import Job, at_barrier, go_env
@@ -97,7 +83,11 @@ def test_what_is_stale_is_ignored(job: Job) -> None:
     job.tell(2, at_barrier(2, 0, -1, -1))
     job.tell(0, Answer(1, False, "of an inquiry that nobody made", rank=0))
     job.tell(0, Alive())
-    assert ({rank.state for rank in job.coordinator.ranks}, job.sent, job.said) == ({RankState.RUNNING}, [], [])
+    assert ({rank.state for rank in job.coordinator.ranks}, job.sent, job.said) == (
+        {messages.RankState.RUNNING},
+        [],
+        [],
+    )
 
 
 def test_a_fault_during_the_recovery_belongs_to_the_incident(job: Job) -> None:
@@ -178,7 +168,7 @@ def recovers(job: Job, run_dir: Path, *inexact: int) -> Event:
 
 def differ(job: Job, *ranks: int) -> None:
     for rank in ranks:
-        job.tell(rank, Inexact(1, "step 4 takes another batch", rank=rank))
+        job.tell(rank, messages.Inexact(1, "step 4 takes another batch", rank=rank))
 
 
 def test_a_fault_counts_from_when_it_happened(job: Job, tmp_path: Path) -> None:
@@ -214,7 +204,7 @@ def lose_state(job: Job) -> None:
     """Have every node say that no rank holds the state of this generation."""
     generation = job.coordinator.job.generation
     for node in job.coordinator.nodes:
-        job.hear(node, GiveUp(generation, LOST, is_lost=True))
+        job.hear(node, messages.GiveUp(generation, LOST, is_lost=True))
 
 
 def begin_after_a_death(max_restarts: int, events: Path | None = None) -> Job:
@@ -231,7 +221,9 @@ def test_a_job_whose_state_is_lost_begins_again_with_new_processes(tmp_path: Pat
     lose_state(job)
     assert job.coordinator.job.outcome is None
     assert job.started() == [(0, 1), (1, 1), (2, 2), (3, 1)]
-    assert {(spawn.afresh, spawn.generation, spawn.incident) for _, spawn in job.take(Spawn)} == {(True, 2, "1")}
+    assert {(spawn.afresh, spawn.generation, spawn.incident) for _, spawn in job.take(messages.Spawn)} == {
+        (True, 2, "1")
+    }
     assert job.said[-1].startswith(f"incident 1: restart 1 of 1: {LOST}; every rank begins again")
     for rank in job.ranks:  # the processes from before end: that is no news
         job.ends(rank, 1, incarnation=job.coordinator.ranks[rank].incarnation - 1)
@@ -286,7 +278,7 @@ def test_every_node_knows_of_the_first_rank_that_ends_well() -> None:
 
 def fail_before_the_first_step(job: Job, rank: int, error: str = "ValueError", step: int = -1) -> None:
     cause = exception_cause(rank, error, "devices=4", "Traceback", step, victim=error == "a victim's")
-    job.tell(rank, FaultReport(job.coordinator.job.generation, cause, rank=rank))
+    job.tell(rank, messages.FaultReport(job.coordinator.job.generation, cause, rank=rank))
 
 
 def test_what_all_ranks_raise_before_the_first_step_ends_the_job_at_once() -> None:
@@ -327,7 +319,7 @@ def test_a_script_without_a_block_is_restarted_as_torchrun_does() -> None:
     job.tick(10_000)  # nobody has entered a block, so nobody is waited for there
     assert job.coordinator.job.phase is Phase.GATHERING
     for rank in job.ranks:
-        job.tell(rank, RankEnded(0, False, "log", [], rank=rank, incarnation=1))
+        job.tell(rank, messages.RankEnded(0, False, "log", [], rank=rank, incarnation=1))
     assert job.outcome == End(0, [])
     again = Job(max_restarts=0).join_all()
     again.ends(1, 3, incarnation=0)

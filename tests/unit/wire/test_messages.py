@@ -11,25 +11,7 @@ from hypothesis import strategies as st
 from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import Cause, exception_cause
 from checkpointless.launcher.protocol.channel import Challenge, check_version
-from checkpointless.launcher.protocol.messages import (
-    FROM_NODE,
-    MAX_MESSAGE_BYTES,
-    Answer,
-    Barrier,
-    FaultNotice,
-    FaultReport,
-    GiveUp,
-    LineBuffer,
-    Message,
-    NodeMessage,
-    ProtocolError,
-    RankStanding,
-    RankState,
-    Silent,
-    SilentRank,
-    Standing,
-    encode,
-)
+from checkpointless.launcher.protocol.messages import MAX_MESSAGE_BYTES, Barrier, Message, ProtocolError, encode
 
 st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 
@@ -41,12 +23,14 @@ def made_up(cls: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def value_of(hint: Any) -> st.SearchStrategy[Any]:
-    return made_up(hint) if hint in (Cause, Answer) else st.from_type(hint)
+    return made_up(hint) if hint in (Cause, messages.Answer) else st.from_type(hint)
 
 
 FROM_RANK = st.one_of(*map(made_up, get_args(messages.RankMessage)))
 FROM_AGENT = st.one_of(*map(made_up, get_args(messages.AgentMessage)))
-FROM_A_NODE = st.one_of(*(made_up(c) for c in get_args(NodeMessage) if c not in (Standing, Silent)))
+FROM_A_NODE = st.one_of(
+    *(made_up(c) for c in get_args(messages.NodeMessage) if c not in (messages.Standing, messages.Silent))
+)
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -54,7 +38,7 @@ ANY_JSON = st.recursive(
 )
 
 
-SAID = ((messages.FROM_RANK, FROM_RANK), (messages.FROM_AGENT, FROM_AGENT), (FROM_NODE, FROM_A_NODE))
+SAID = ((messages.FROM_RANK, FROM_RANK), (messages.FROM_AGENT, FROM_AGENT), (messages.FROM_NODE, FROM_A_NODE))
 
 
 @given(st.one_of(*(st.tuples(st.just(vocabulary), said) for vocabulary, said in SAID)))
@@ -82,11 +66,11 @@ def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObjec
 
 
 CAUSE = exception_cause(3, "ValueError", "no", "Traceback", 7, victim=True)
-STANDING = RankStanding(3, 1, RankState.LEAVING, 6, 7)
+STANDING = messages.RankStanding(3, 1, messages.RankState.LEAVING, 6, 7)
 ROWS: list[Message] = [
-    FaultReport(1, CAUSE, committed=6, making=7),
-    Standing(1, 2, 6, "a run", False, [STANDING]),
-    Silent([SilentRank(3, 9, 1500, 1500, 7, True, ord("S"), 20)]),
+    messages.FaultReport(1, CAUSE, committed=6, making=7),
+    messages.Standing(1, 2, 6, "a run", False, [STANDING]),
+    messages.Silent([messages.SilentRank(3, 9, 1500, 1500, 7, True, ord("S"), 20)]),
 ]
 
 
@@ -111,9 +95,9 @@ ROWS: list[Message] = [
 def test_what_is_not_as_agreed_is_refused(message: Message, old: bytes, new: bytes) -> None:
     line = encode(message)
     assert line.count(old) == 1
-    assert FROM_NODE.decode(line) == message
+    assert messages.FROM_NODE.decode(line) == message
     with pytest.raises(ProtocolError):
-        FROM_NODE.decode(line.replace(old, new))
+        messages.FROM_NODE.decode(line.replace(old, new))
 
 
 @pytest.mark.parametrize(
@@ -124,8 +108,8 @@ def test_what_is_not_as_agreed_is_refused(message: Message, old: bytes, new: byt
         b'{"type":' + b"9" * 9999 + b"}",
         b'{"type": "barrier"}',
         b"[" * 200_000,
-        encode(GiveUp(1, "x"))[:-1] + b" " * MAX_MESSAGE_BYTES,
-        encode(FaultNotice(3, "1", "no", 2)),  # the agent's, and not the rank's
+        encode(messages.GiveUp(1, "x"))[:-1] + b" " * MAX_MESSAGE_BYTES,
+        encode(messages.FaultNotice(3, "1", "no", 2)),  # the agent's, and not the rank's
     ],
 )
 def test_a_line_that_is_no_message_of_a_rank_is_refused_in_short(line: bytes) -> None:
@@ -138,21 +122,23 @@ def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
     class Text(str):
         """Stands in for what a user's exception may return for its text."""
 
-    report = FaultReport(1, exception_cause(2, "ValueError", Text("no"), Text("Traceback"), 4, victim=False))
+    report = messages.FaultReport(
+        1, exception_cause(2, "ValueError", Text("no"), Text("Traceback"), 4, victim=False)
+    )
     assert messages.FROM_RANK.decode(encode(report)) == report
-    long = encode(GiveUp(1, Text("x" * MAX_MESSAGE_BYTES)))
+    long = encode(messages.GiveUp(1, Text("x" * MAX_MESSAGE_BYTES)))
     assert len(long) <= MAX_MESSAGE_BYTES
-    assert messages.FROM_RANK.decode(encode(GiveUp(1, Text("no file \udcff")))).reason == "no file \\udcff"  # type: ignore[attr-defined]
+    assert messages.FROM_RANK.decode(encode(messages.GiveUp(1, Text("no file \udcff")))).reason == "no file \\udcff"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("character", ["a", "\n", "\u00e9", "\U0001f525"])
 def test_a_long_traceback_keeps_its_two_ends(character: str) -> None:
     trace = "Traceback, first line" + character * 1_000_000 + "the last line"
-    report = FaultReport(1, exception_cause(2, "ValueError", "the message", trace, 4, victim=False))
+    report = messages.FaultReport(1, exception_cause(2, "ValueError", "the message", trace, 4, victim=False))
     line = encode(report)
     assert len(line) <= MAX_MESSAGE_BYTES
     read = messages.FROM_RANK.decode(line)
-    assert isinstance(read, FaultReport)
+    assert isinstance(read, messages.FaultReport)
     assert read.cause.traceback.startswith("Traceback, first line")
     assert read.cause.traceback.endswith("the last line")
     assert msgspec.structs.replace(read.cause, traceback=trace) == report.cause
@@ -161,13 +147,13 @@ def test_a_long_traceback_keeps_its_two_ends(character: str) -> None:
 @given(st.lists(FROM_RANK, max_size=4), st.integers(1, 50))
 def test_lines_survive_being_cut_anywhere(said: list[Message], piece: int) -> None:
     stream = b"".join(encode(message) for message in said)
-    buffer = LineBuffer()
+    buffer = messages.LineBuffer()
     lines = [line for at in range(0, len(stream), piece) for line in buffer.feed(stream[at : at + piece])]
     assert [messages.FROM_RANK.decode(line) for line in lines] == said
 
 
 def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
-    buffer = LineBuffer()
+    buffer = messages.LineBuffer()
     assert buffer.feed(b"x" * MAX_MESSAGE_BYTES) == []
     with pytest.raises(ProtocolError):
         buffer.feed(b"x")

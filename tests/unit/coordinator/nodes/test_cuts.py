@@ -11,27 +11,8 @@ import pytest
 from checkpointless.launcher.coordinator.coordinator import Coordinator
 from checkpointless.launcher.coordinator.job import Node, Phase
 from checkpointless.launcher.coordinator.job_config import JobConfig
-from checkpointless.launcher.protocol.messages import (
-    IN_BLOCK,
-    Command,
-    Discard,
-    Done,
-    End,
-    FaultNotice,
-    Finish,
-    Go,
-    Joined,
-    Kill,
-    NodeMessage,
-    OpenStore,
-    RankEnded,
-    RankStanding,
-    RankState,
-    Searching,
-    Spawn,
-    Standing,
-    StoreOpened,
-)
+from checkpointless.launcher.protocol import messages
+from checkpointless.launcher.protocol.messages import IN_BLOCK, Command, End, Go, NodeMessage, RankEnded, RankState
 from checkpointless.observability.telemetry.events import EventLog
 from tests.unit.messaged_job import at_barrier
 
@@ -71,23 +52,23 @@ class ModelAgent:
         self.inbox.clear()
         self.outbox.clear()
         if not self.ranks:
-            self.outbox.append(Joined())
+            self.outbox.append(messages.Joined())
             return
         self.outbox.extend(self._ended.values())
         rows = [
-            RankStanding(number, many, state, self._committed, self._committed + 1)
+            messages.RankStanding(number, many, state, self._committed, self._committed + 1)
             for number, (state, many) in self.ranks.items()
         ]
         incident = int(self._incident or 0)
         said = self._generation, incident, self._committed, self._run_id, self._finished
-        self.outbox.append(Standing(*said, rows))
+        self.outbox.append(messages.Standing(*said, rows))
 
     def obey(self, command: Command) -> None:
         """Do what the coordinator says, unless that would end the agent, or a process that is well."""
         match command:
-            case OpenStore():
-                self.outbox.append(StoreOpened(command.generation, "10.0.0.1", 5000))
-            case Spawn():
+            case messages.OpenStore():
+                self.outbox.append(messages.StoreOpened(command.generation, "10.0.0.1", 5000))
+            case messages.Spawn():
                 state, incarnation = self.ranks.get(command.rank, (GONE, -1))
                 assert state is GONE, f"{command.rank}.{command.incarnation} is to be started: {incarnation} lives"
                 self.ranks[command.rank] = STARTING, command.incarnation
@@ -98,21 +79,21 @@ class ModelAgent:
                 self._generation, self._incident, self._finished = command.generation, command.incident or "", False
                 self._move({READY: RUNNING})
                 self._committed = command.high_water + 1
-            case FaultNotice():
+            case messages.FaultNotice():
                 self._incident = command.incident
                 self._move(dict.fromkeys(IN_BLOCK, LEAVING))
-            case Kill():
+            case messages.Kill():
                 state, incarnation = self.ranks.get(command.rank, (GONE, -1))
                 if (incarnation, self._generation) == (command.incarnation, command.generation):
                     assert state is GONE, f"rank {command.rank} is killed, and was {state.value}"
-            case Finish():
+            case messages.Finish():
                 self._finished = True
                 self._move(dict.fromkeys(IN_BLOCK, FINISHED))
-            case Discard():
+            case messages.Discard():
                 self.healthy_ended += len(self.alive())
                 self._move(dict.fromkeys(RankState, GONE))
                 self._ended.clear()
-                self.outbox.append(Joined())
+                self.outbox.append(messages.Joined())
             case End():
                 self.outcome = command
 
@@ -127,7 +108,7 @@ class ModelAgent:
         state, incarnation = self.ranks[number]
         if state is RUNNING:
             self.ranks[number] = DONE, incarnation
-            self._say(Done(self._generation, rank=number))
+            self._say(messages.Done(self._generation, rank=number))
 
     def dies(self, number: int, code: int = -9) -> None:
         _, incarnation = self.ranks[number]
@@ -249,7 +230,7 @@ class CutJob:
         node, agent.node = agent.node, None
         self.story.append(f"node {agent.index} is cut, says_so={says_so}")
         if says_so:
-            self.coordinator.hear(node, Searching())
+            self.coordinator.hear(node, messages.Searching())
         self.coordinator.membership.lose(node, "it was cut")
         agent.inbox.clear()
         agent.outbox.clear()

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointless.launcher.protocol.messages import (
-    DeviceBad,
-    End,
-    FaultNotice,
-    Go,
-    Holding,
-    Joined,
-    Kill,
-    Leaving,
-    Searching,
-    Spawn,
-    StoreOpened,
-)
+from checkpointless.launcher.protocol import messages
+from checkpointless.launcher.protocol.messages import DeviceBad, End, FaultNotice, Go, Holding, Kill, Leaving, Spawn
 from tests.unit.messaged_job import HEARTBEAT_S, REGROUP_S, Job, at_barrier, go_env
 
 
@@ -89,7 +78,7 @@ def test_a_replacement_that_still_imports_is_waited_for(job: Job) -> None:
     assert job.outcome is None
     job.tick(REGROUP_S + 0.1)
     assert (job.outcome, job.take(Kill)) == (None, [])
-    job.hear(node, Joined())
+    job.hear(node, messages.Joined())
     assert job.started() == [(2, 1), (3, 1)]
     job.ready(2, 3)
     assert [index for index, _ in job.take(Go)] == [0, 1]
@@ -138,7 +127,7 @@ def test_nobody_is_started_and_nothing_begins_before_the_store_is_there() -> Non
     job.join(1)
     job.join(0)
     assert (job.stores, job.sent) == ([(0, 0)], [])
-    job.hear(job.coordinator.nodes[1], StoreOpened(0, "10.0.0.9", 1))
+    job.hear(job.coordinator.nodes[1], messages.StoreOpened(0, "10.0.0.9", 1))
     assert job.sent == []
     job.opens_again()
     assert {spawn.env["MASTER_ADDR"] for _, spawn in job.take(Spawn)} == {"10.0.0.0"}
@@ -184,7 +173,7 @@ def test_a_node_that_is_looked_for_while_all_ranks_are_ready_is_waited_for() -> 
     away = job.coordinator.nodes[1]
     job.ready(0, 1, 2)
     job.later_s += HEARTBEAT_S / 2
-    job.hear(away, Searching())
+    job.hear(away, messages.Searching())
     job.lose(away, "it said that it searches")
     job.ready(3)
     assert job.begun() == []

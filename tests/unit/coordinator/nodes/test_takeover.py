@@ -9,21 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.launcher.coordinator.job import Node, Phase
+from checkpointless.launcher.protocol import messages
 from checkpointless.launcher.protocol.causes import CauseKind
-from checkpointless.launcher.protocol.messages import (
-    Discard,
-    FaultNotice,
-    Finish,
-    Go,
-    Joined,
-    NodeMessage,
-    RankEnded,
-    RankStanding,
-    RankState,
-    Searching,
-    Spawn,
-    Standing,
-)
+from checkpointless.launcher.protocol.messages import Discard, FaultNotice, Joined, RankEnded, RankState, Searching
 from tests.drawn import examples
 from tests.unit.messaged_job import NPROC, REGROUP_S, Job, trouble
 
@@ -37,7 +25,7 @@ def standing(
     generation: int = 3,
     finished: bool = False,
     incarnation: int = 1,
-    before: NodeMessage | None = None,
+    before: messages.NodeMessage | None = None,
     run_id: str = "the run",
 ) -> Node:
     """Have a node say what its ranks were doing while there was no coordinator."""
@@ -45,8 +33,10 @@ def standing(
     if before is not None:
         job.hear(node, before)
     first = index * NPROC
-    ranks = [RankStanding(first + at, incarnation, state, 7 + at, 8 + at) for at, state in enumerate(states)]
-    job.hear(node, Standing(generation, 2, 6, run_id, finished, ranks))
+    ranks = [
+        messages.RankStanding(first + at, incarnation, state, 7 + at, 8 + at) for at, state in enumerate(states)
+    ]
+    job.hear(node, messages.Standing(generation, 2, 6, run_id, finished, ranks))
     return node
 
 
@@ -80,10 +70,10 @@ def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() ->
     job.ends(1)
     assert job.said[1:] == ["incident 3: rank 1 killed by SIGKILL at step 4; recovering"]
     assert [interrupt.generation for _, interrupt in job.take(FaultNotice)] == [3, 3]
-    spawned = [(each.generation, each.env["TORCHELASTIC_RUN_ID"]) for _, each in job.take(Spawn)]
+    spawned = [(each.generation, each.env["TORCHELASTIC_RUN_ID"]) for _, each in job.take(messages.Spawn)]
     assert (job.started(), spawned) == ([(1, 2)], [(4, "the run")])
     job.ready(*job.ranks, committed=8, making=9)
-    assert [(begin.generation, begin.high_water) for _, begin in job.take(Go)] == [(4, 8), (4, 8)]
+    assert [(begin.generation, begin.high_water) for _, begin in job.take(messages.Go)] == [(4, 8), (4, 8)]
 
 
 def test_an_exception_that_nobody_heard_of_is_handled(half: Job) -> None:
@@ -137,7 +127,11 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
         standing(job, index, *states[NPROC * index :][:NPROC], generation=generations[index])
     assert job.outcome is None
     if set(states) <= {RUNNING, DONE} and generations[0] == generations[1]:
-        assert (job.take(FaultNotice), job.stores, bool(job.take(Finish))) == ([], [], set(states) == {DONE})
+        assert (job.take(FaultNotice), job.stores, bool(job.take(messages.Finish))) == (
+            [],
+            [],
+            set(states) == {DONE},
+        )
         return
     assert {interrupt.generation for _, interrupt in job.take(FaultNotice)} == {max(generations)}
     waiting = [rank for rank in job.ranks if states[rank] not in (READY, GONE)]
