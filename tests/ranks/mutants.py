@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,10 +38,10 @@ _HELD_S = 1.0  # a fault thread that waits for nobody acts within this time
 _originals: dict[tuple[Any, str], Any] = {}
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put ``make(original)`` in the place of ``owner.name``; what an earlier generation put there is not kept."""
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Have ``owner.name`` call ``function``, with what was there first before the arguments of a call."""
     original = _originals.setdefault((owner, name), getattr(owner, name))
-    setattr(owner, name, make(original))
+    setattr(owner, name, lambda *args, **options: function(original, *args, **options))
 
 
 # --- the parameter-update lock ------------------------------------------------------------------------------------
@@ -105,46 +106,40 @@ class NoLock(Callback):
 
     def __init__(self) -> None:
         @contextmanager
-        def update(lock: ParameterUpdateLock, step: int) -> Iterator[None]:
+        def update(original: Any, lock: ParameterUpdateLock, step: int) -> Iterator[None]:
             yield
             lock.set_committed(step)
 
-        _replace(ParameterUpdateLock, "close", lambda original: lambda lock, timeout: True)
-        _replace(ParameterUpdateLock, "update", lambda original: update)
+        _replace(ParameterUpdateLock, "close", lambda original, lock, timeout: True)
+        _replace(ParameterUpdateLock, "update", update)
 
 
 class LockWithoutWaiting(Callback):
     """The fault thread keeps new updates out, but does not wait for the one in progress."""
 
     def __init__(self) -> None:
-        def make(original: Any) -> Any:
-            def close(lock: ParameterUpdateLock, timeout: timedelta) -> bool:
-                original(lock, timedelta(0))
-                return True
+        def close(original: Any, lock: ParameterUpdateLock, timeout: timedelta) -> bool:
+            original(lock, timedelta(0))
+            return True
 
-            return close
-
-        _replace(ParameterUpdateLock, "close", make)
+        _replace(ParameterUpdateLock, "close", close)
 
 
 class LockWithoutTorn(Callback):
     """An update that failed counts as one that did not begin, and nobody sees that parameters have changed."""
 
     def __init__(self) -> None:
-        def make(original: Any) -> Any:
-            @contextmanager
-            def update(lock: ParameterUpdateLock, step: int) -> Iterator[None]:
-                try:
-                    with original(lock, step):
-                        yield
-                finally:
-                    lock._torn = False
+        @contextmanager
+        def update(original: Any, lock: ParameterUpdateLock, step: int) -> Iterator[None]:
+            try:
+                with original(lock, step):
+                    yield
+            finally:
+                lock._torn = False
 
-            return update
-
-        _replace(ParameterUpdateLock, "update", make)
-        _replace(StepJournal, "changed", lambda original: lambda journal: "")
-        _replace(StepJournal, "_is_as_it_was", lambda original: lambda journal, taken: True)
+        _replace(ParameterUpdateLock, "update", update)
+        _replace(StepJournal, "changed", lambda original, journal: "")
+        _replace(StepJournal, "_is_as_it_was", lambda original, journal, taken: True)
 
 
 # --- random streams and data --------------------------------------------------------------------------------------
@@ -154,48 +149,41 @@ class StaleStreams(Callback):
     """After a recovery the random streams of an earlier step are put back."""
 
     def __init__(self, steps: int = 1, only: str | None = None) -> None:  # 0 steps: no defect
-        def make(original: Any) -> Any:
-            def restore_streams(keeper: CheckpointManager) -> None:
-                if keeper.resumed_at is None:
-                    return
-                step, stage = keeper.resumed_at
-                right = keeper.own.streams.at(step)[stage]
-                stale = keeper.own.streams.newest(step - steps) if steps else right
-                assert stale is not None
-                assert steps == 0 or right.streams != stale.streams
-                streams = {name: stale.streams[name] for name in right.streams if only in (None, name)}
-                assert streams
-                dataclasses.replace(right, streams={**right.streams, **streams}).restore()
+        def restore_streams(original: Any, keeper: CheckpointManager) -> None:
+            if keeper.resumed_at is None:
+                return
+            step, stage = keeper.resumed_at
+            right = keeper.own.streams.at(step)[stage]
+            stale = keeper.own.streams.newest(step - steps) if steps else right
+            assert stale is not None
+            assert steps == 0 or right.streams != stale.streams
+            streams = {name: stale.streams[name] for name in right.streams if only in (None, name)}
+            assert streams
+            dataclasses.replace(right, streams={**right.streams, **streams}).restore()
 
-            return restore_streams
-
-        _replace(CheckpointManager, "restore_streams", make)
+        _replace(CheckpointManager, "restore_streams", restore_streams)
 
 
 class LostStreams(Callback):
     """After a recovery no random stream is put back."""
 
     def __init__(self) -> None:
-        _replace(CheckpointManager, "restore_streams", lambda original: lambda keeper, stage=None: None)
+        _replace(CheckpointManager, "restore_streams", lambda original, keeper, stage=None: None)
 
 
 class ShiftedData(Callback):
     """After a recovery the data does not go on where it stood."""
 
     def __init__(self, samples: int) -> None:  # skipped, of the whole job; 0: no defect
-        def make(original: Any) -> Any:
-            def snapshots(journal: StepJournal, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
-                found: Mapping[SnapshotPoint, StepSnapshot] = original(journal, step)
-                for moment in found.values():
-                    position = DataPosition(*moment.objects["data"])
-                    assert position.began_at is not None
-                    position = position._replace(began_at=position.began_at + samples)
-                    moment.objects["data"] = tuple(position)
-                return found
+        def snapshots(original: Any, journal: StepJournal, step: int) -> Mapping[SnapshotPoint, StepSnapshot]:
+            found: Mapping[SnapshotPoint, StepSnapshot] = original(journal, step)
+            for moment in found.values():
+                position = DataPosition(*moment.objects["data"])
+                assert position.began_at is not None
+                moment.objects["data"] = tuple(position._replace(began_at=position.began_at + samples))
+            return found
 
-            return snapshots
-
-        _replace(StepJournal, "snapshots", make)
+        _replace(StepJournal, "snapshots", snapshots)
 
 
 # --- the transfer of a shard --------------------------------------------------------------------------------------
@@ -219,7 +207,7 @@ class TensorLeftOut(Callback):
         elif where in ("wire", "nowhere"):
             _replace(TrainingTensors, "allocate", self._found)
             _replace(transfer, "_in_place", self._never_in_place)
-            _replace(transfer, "_unpack", lambda original: self._lost(original, lose=where == "wire"))
+            _replace(transfer, "_unpack", partial(self._lost, where == "wire"))
         elif where == "order":
             _replace(transfer, "_keep", self._not_asked_for)
         elif where == "room":
@@ -234,70 +222,55 @@ class TensorLeftOut(Callback):
     def _chosen(self, keys: Iterable[Key]) -> Key:
         return next(filter(self._is_chosen, keys))
 
-    def _found(self, original: Any) -> Any:
-        def allocate(*args: Any) -> Mapping[Key, torch.Tensor]:
-            places: Mapping[Key, torch.Tensor] = original(*args)
-            self._place = places[self._chosen(places)]
-            return places
+    def _found(self, original: Any, *args: Any) -> Mapping[Key, torch.Tensor]:
+        places: Mapping[Key, torch.Tensor] = original(*args)
+        self._place = places[self._chosen(places)]
+        return places
 
-        return allocate
+    def _never_in_place(self, original: Any, tensors: Sequence[torch.Tensor], bucket: Bucket) -> Any:
+        packed = any(tensors[part.index] is self._place for part in bucket)
+        return None if packed else original(tensors, bucket)
 
-    def _never_in_place(self, original: Any) -> Any:
-        def place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> Any:
-            packed = any(tensors[part.index] is self._place for part in bucket)
-            return None if packed else original(tensors, bucket)
+    def _lost(
+        self, lose: bool, original: Any, tensors: Sequence[torch.Tensor], bucket: Bucket, landed: Any, *args: Any
+    ) -> None:
+        offset = 0
+        for part in bucket:
+            target = tensors[part.index]
+            if lose and target is self._place:
+                landed[offset : offset + part.nbytes] = tensor_bytes(target)[part.start : part.stop]
+            offset += part.nbytes
+        original(tensors, bucket, landed, *args)
 
-        return place
+    def _not_asked_for(
+        self, original: Any, entries: Sequence[TensorEntry], known: Any, places: Mapping[Key, torch.Tensor]
+    ) -> set[Key]:
+        kept: set[Key] = original(entries, known, places)
+        chosen = next((entry.key for entry in entries if self._is_chosen(entry.key)), None)
+        if self._place is None and chosen is not None:
+            self._place = places[chosen]
+            _make_definite(chosen, self._place)
+            kept.add(chosen)
+        return kept
 
-    def _lost(self, original: Any, lose: bool) -> Any:
-        def _unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor, *args: Any) -> None:
-            offset = 0
-            for part in bucket:
-                target = tensors[part.index]
-                if lose and target is self._place:
-                    landed[offset : offset + part.nbytes] = tensor_bytes(target)[part.start : part.stop]
-                offset += part.nbytes
-            original(tensors, bucket, landed, *args)
+    def _not_spoken_of(self, original: Any, tensors: Mapping[Key, Any], *args: Any, **options: Any) -> None:
+        chosen = self._chosen(tensors)
+        original({key: tensor for key, tensor in tensors.items() if key != chosen}, *args, **options)
 
-        return _unpack
+    def _beside(self, original: Any, *args: Any) -> Mapping[Key, torch.Tensor]:
+        places: Mapping[Key, torch.Tensor] = original(*args)
+        chosen = self._chosen(places)
+        _make_definite(chosen, places[chosen])
+        return {**places, chosen: torch.empty_like(places[chosen])}
 
-    def _not_asked_for(self, original: Any) -> Any:
-        def keep(entries: Sequence[TensorEntry], known: Any, places: Mapping[Key, torch.Tensor]) -> set[Key]:
-            kept: set[Key] = original(entries, known, places)
-            chosen = next((entry.key for entry in entries if self._is_chosen(entry.key)), None)
-            if self._place is None and chosen is not None:
-                self._place = places[chosen]
-                _make_definite(chosen, self._place)
-                kept.add(chosen)
-            return kept
-
-        return keep
-
-    def _not_spoken_of(self, original: Any) -> Any:
-        def send(tensors: Mapping[Key, torch.Tensor], *args: Any, **kwargs: Any) -> None:
-            chosen = self._chosen(tensors)
-            original({key: tensor for key, tensor in tensors.items() if key != chosen}, *args, **kwargs)
-
-        return send
-
-    def _beside(self, original: Any) -> Any:
-        def allocate(*args: Any) -> Mapping[Key, torch.Tensor]:
-            places: Mapping[Key, torch.Tensor] = original(*args)
-            chosen = self._chosen(places)
-            _make_definite(chosen, places[chosen])
-            return {**places, chosen: torch.empty_like(places[chosen])}
-
-        return allocate
-
-    def _not_taken_back(self, original: Any) -> Any:
-        def take_back(state: TrainingTensors, tensors: dict[Key, torch.Tensor]) -> Any:
-            chosen = self._chosen(tensors)
-            report = original(state, tensors)
-            with torch.no_grad():  # what was there before is the tensor itself, where the model is kept
-                state.allocate([TensorEntry.of(chosen, tensors[chosen])])[chosen].zero_()
-            return report
-
-        return staticmethod(take_back)
+    def _not_taken_back(
+        self, original: Any, refill: Any, state: TrainingTensors, tensors: dict[Key, torch.Tensor]
+    ) -> Any:
+        chosen = self._chosen(tensors)
+        report = original(state, tensors)
+        with torch.no_grad():  # what was there before is the tensor itself, where the model is kept
+            state.allocate([TensorEntry.of(chosen, tensors[chosen])])[chosen].zero_()
+        return report
 
 
 def _make_definite(key: Key, tensor: torch.Tensor) -> None:
