@@ -32,6 +32,7 @@ from checkpointless.recovery import CheckpointManager
 from checkpointless.strategies import CheckpointlessMegatronStrategy
 from checkpointless.system.environment import own_generation, own_rank, own_run_dir
 from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
+from tests.ranks.users.modules import UNFUSED
 from tests.ranks.warm_checks import HookedModel
 
 SEQ_LENGTH, GLOBAL_BATCH = 16, 8
@@ -78,7 +79,6 @@ class WritesMemory(Callback):
 
 
 def wait_for_an_interruption() -> None:
-    """Wait until a fault is handled, or for half a minute."""
     for _ in range(600):
         time.sleep(0.05)
 
@@ -106,8 +106,6 @@ def parse() -> argparse.Namespace:
         "--cold", action="store_true", help="ranks that live through a fault build their model anew"
     )
     parser.add_argument("--hooked", action="store_true", help="a callback changes the model, which cannot be kept")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
@@ -125,18 +123,14 @@ def main() -> None:
 @HPWrapper(checkpoint_manager=CheckpointManager(memory_budget_bytes=TRANSFER_BYTES))
 def train(options: argparse.Namespace) -> None:
     config = llm.GPTConfig(
-        num_layers=options.layers,
-        hidden_size=options.width,
-        ffn_hidden_size=4 * options.width,
+        num_layers=4,
+        hidden_size=256,
+        ffn_hidden_size=1024,
         num_attention_heads=4,
         seq_length=SEQ_LENGTH,
         make_vocab_size_divisible_by=256,
         transformer_layer_spec=local_layer_spec,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-        gradient_accumulation_fusion=False,
+        **UNFUSED,
     )
     optimizer = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=True)
     directory = own_run_dir()

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,18 +14,17 @@ from tests.ranks.users.end import broken, note, run_dir
 
 
 class Averaging(pl.Callback):
-    def __init__(self, decay: float = 0.9) -> None:
-        self.decay = decay
+    decay = 0.9
+
+    def __init__(self) -> None:
         self.updates = 0
         self.average: dict[str, torch.Tensor] = {}
         self.history = np.zeros(0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         for name, parameter in trainer.strategy.megatron_parallel.named_parameters():
-            if name not in self.average:
-                self.average[name] = parameter.detach().clone()
-            else:
-                self.average[name].mul_(self.decay).add_(parameter.detach(), alpha=1 - self.decay)
+            average = self.average.setdefault(name, parameter.detach().clone())
+            average.mul_(self.decay).add_(parameter.detach(), alpha=1 - self.decay)
         self.updates += 1
         self.history = np.append(self.history, float(next(iter(self.average.values())).sum()))
 
@@ -105,7 +105,7 @@ class Probe(pl.Callback):
     def __init__(self, fit: int) -> None:
         self.fit = fit
 
-    def _hook(self, name: str, trainer: Any) -> None:
+    def _hook(self, name: str, trainer: Any, *args: Any) -> None:
         note("hook", name=f"{name} at step {trainer.global_step}", fit=self.fit)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -119,11 +119,6 @@ class Probe(pl.Callback):
             if name.startswith("val_loss"):
                 note("validation", fit=self.fit, step=trainer.global_step, loader=name, loss=float(value).hex())
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._hook("on_train_end", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._hook("on_train_epoch_end", trainer)
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self._hook("on_fit_end", trainer)
+    on_train_end: Any = partialmethod(_hook, "on_train_end")
+    on_train_epoch_end: Any = partialmethod(_hook, "on_train_epoch_end")
+    on_fit_end: Any = partialmethod(_hook, "on_fit_end")

@@ -43,57 +43,45 @@ class NumberedTextData(TextDataModule):
 
 
 class TakesAllAsItComes(MegatronDataSampler):
-    """Leaves the samples to the loader's own sampler."""
+    """Leaves the samples to the loader's own sampler, and the loader as it is."""
 
     def transform_dataloader(self, dataloader: DataLoader[Any], consumed_samples: int = 0) -> DataLoader[Any]:
         return dataloader
 
 
-class Shuffled(pl.LightningDataModule):
-    """Loads samples in the order of torch's own sampler, which shuffles."""
-
-    def __init__(self, samples: int, seed: int | None = None) -> None:
-        super().__init__()
-        self.samples = samples
-        self.seed = seed
-        self.data_sampler = TakesAllAsItComes(SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH)
-
-    def setup(self, stage: str = "") -> None:
-        self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        return DataLoader(
-            self._train, MICRO_BATCH, shuffle=True, generator=own, drop_last=True, collate_fn=default_collate
-        )
-
-
 class OwnData(pl.LightningDataModule):
     """Has what the first script of a user has: a dataset, a sampler of NeMo's, and no state."""
 
-    def __init__(
-        self, samples: int, order: str = "single", val_samples: int = 2 * GLOBAL_BATCH, workers: int = 0
-    ) -> None:
+    def __init__(self, samples: int, order: Any = "single", workers: int = 0) -> None:
         super().__init__()
         self.samples = samples
-        self.val_samples = val_samples
         self.workers = workers
-        self.data_sampler = MegatronDataSampler(
-            seq_len=SEQ_LENGTH,
-            micro_batch_size=MICRO_BATCH,
-            global_batch_size=GLOBAL_BATCH,
-            dataloader_type=order,  # type: ignore[arg-type]
-        )
+        self.data_sampler = MegatronDataSampler(SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH, dataloader_type=order)
 
     def setup(self, stage: str | None = None) -> None:
         self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
-        self._validation = TextWindows(english(), SEQ_LENGTH, self.val_samples, seed=4)
+        self._validation = TextWindows(english(), SEQ_LENGTH, 2 * GLOBAL_BATCH, seed=4)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._train, num_workers=self.workers, collate_fn=default_collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._validation, collate_fn=default_collate)
+
+
+class Shuffled(OwnData):
+    """Loads samples in the order of torch's own sampler, which shuffles."""
+
+    def __init__(self, samples: int, seed: int | None = None) -> None:
+        super().__init__(samples)
+        self.seed = seed
+        self.data_sampler = TakesAllAsItComes(SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        return DataLoader(
+            self._train, MICRO_BATCH, shuffle=True, generator=own, drop_last=True, collate_fn=default_collate
+        )
 
 
 class CountingData(OwnData):

@@ -4,8 +4,29 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 DEFECT_ENV = "CHECKPOINTLESS_TEST_DEFECT"
+_BOUNDARY = "checkpointless.integrations.lightning.boundary"
+_METRICS = f"{_BOUNDARY}.epoch_metrics.Accumulated"
+_PEERS_BUFFERS = "checkpointless.state.rank_local.state.RankLocalState.put_buffers"
+_LOGGED_BEFORE = f"{_BOUNDARY}.step_keeper.Restoration._put_back_what_was_before"
+_COUNTING = "checkpointless.integrations.lightning.data.loaders._go_on_counting"
+#: What each of these defects puts something else in the place of, and what.
+_REPLACED: dict[str, tuple[str, Any]] = {
+    # a rank that was filled keeps the buffers that it was sent
+    "buffers_are_a_peers": (_PEERS_BUFFERS, lambda *args: None),
+    "attributes_are_a_step_ahead": (f"{_BOUNDARY}.plain_attributes._Part.put", lambda part, values: None),
+    # the block is entered again with random streams that it has drawn from before
+    "entry_streams_are_stale": ("checkpointless.inprocess.wrap._Entry.restore_streams", lambda entry: None),
+    "accumulated_metrics_begin_anew": (f"{_METRICS}.put", staticmethod(lambda trainer, kept: None)),
+    # a new process goes on with what a peer has accumulated
+    "accumulated_metrics_are_a_peers": (f"{_METRICS}.with_own", staticmethod(lambda kept, own: kept)),
+    # a step that is gone through again logs only what follows its update
+    "what_a_step_has_logged_is_lost": (_LOGGED_BEFORE, lambda restoration: None),
+    # the first batch after a recovery has number 0
+    "batches_are_counted_anew": (_COUNTING, lambda fetcher, position: None),
+}
 
 
 def buffers_are_not_taken_back() -> None:
@@ -20,26 +41,13 @@ def buffers_are_not_taken_back() -> None:
     HeldState.go_back_to = go_back_to  # type: ignore[method-assign, assignment]
 
 
-def buffers_are_a_peers() -> None:
-    """Let a rank that was filled keep the buffers that it was sent."""
-    from checkpointless.state.rank_local.state import RankLocalState
-
-    RankLocalState.put_buffers = lambda *args: None  # type: ignore[method-assign]
-
-
-def attributes_are_a_step_ahead() -> None:
-    from checkpointless.integrations.lightning.boundary import plain_attributes
-
-    plain_attributes._Part.put = lambda part, values: None  # type: ignore[method-assign, assignment]
-
-
 def callbacks_are_a_step_ahead() -> None:
     """Keep the state of callbacks that the fault found: no attributes and no checkpoint's states are put back."""
     from lightning.pytorch.trainer import call
 
     from checkpointless.state.journal import StepJournal
 
-    attributes_are_a_step_ahead()
+    install("attributes_are_a_step_ahead")
     original = StepJournal.snapshots
 
     def snapshots(journal: Any, step: int) -> Mapping[Any, Any]:
@@ -65,42 +73,10 @@ def validations_are_repeated() -> None:
     _ResumableEpochLoop.on_run_start = on_run_start  # type: ignore[method-assign, assignment]
 
 
-def entry_streams_are_stale() -> None:
-    """Enter the block again with random streams that it has drawn from before."""
-    from checkpointless.inprocess.wrap import _Entry
-
-    _Entry.restore_streams = lambda entry: None  # type: ignore[method-assign, assignment]
-
-
-def accumulated_metrics_begin_anew() -> None:
-    from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated
-
-    Accumulated.put = staticmethod(lambda trainer, kept: None)  # type: ignore[method-assign]
-
-
-def accumulated_metrics_are_a_peers() -> None:
-    """Let a new process go on with what a peer has accumulated."""
-    from checkpointless.integrations.lightning.boundary.epoch_metrics import Accumulated
-
-    Accumulated.with_own = staticmethod(lambda kept, own: kept)  # type: ignore[method-assign, assignment]
-
-
-def what_a_step_has_logged_is_lost() -> None:
-    """Let a step that is gone through again log only what follows its update."""
-    from checkpointless.integrations.lightning.boundary.step_keeper import Restoration
-
-    Restoration._put_back_what_was_before = lambda restoration: None  # type: ignore[method-assign, assignment]
-
-
-def batches_are_counted_anew() -> None:
-    """Give number 0 to the first batch after a recovery."""
-    from checkpointless.integrations.lightning.data import loaders
-
-    loaders._go_on_counting = lambda fetcher, position: None
-
-
-def install() -> None:
-    """Install the defect that the environment names, if any, once for a process."""
-    name = os.environ.pop(DEFECT_ENV, "")
-    if name:
+def install(name: str | None = None) -> None:
+    """Install a defect, the one that the environment names if none is given, once for a process."""
+    name = name or os.environ.pop(DEFECT_ENV, "")
+    if name in _REPLACED:
+        mock.patch(*_REPLACED[name]).start()
+    elif name:
         globals()[name]()

@@ -21,7 +21,6 @@ FEATURES = (
     "batchnorm",  # keeps running statistics in buffers
     "own-buffers",  # does not broadcast them: those of every rank are of its own samples
     "large-buffers",  # adds one that differs from rank to rank and is too large to be kept
-    "equal-buffers",  # adds one as large that is the same on all ranks: an average of the parameters
     "randperm",  # the order of the samples is drawn in the block, from the streams that the script has seeded
 )
 
@@ -46,7 +45,7 @@ def main(caller: HPCallWrapper) -> None:
     torch.manual_seed(1)
     norm = nn.BatchNorm1d(WIDTH) if "batchnorm" in args.features else nn.LayerNorm(WIDTH)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Dropout(0.1), nn.Linear(WIDTH, 1))
-    if "large-buffers" in args.features or "equal-buffers" in args.features:
+    if "large-buffers" in args.features:
         model.register_buffer("large", torch.zeros(LARGE))
     data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2))
     target = data.sin().sum(1, keepdim=True)
@@ -62,8 +61,6 @@ def main(caller: HPCallWrapper) -> None:
         loss = (model(data[ids]) - target[ids]).square().mean()
         if "large-buffers" in args.features:
             model.get_buffer("large").add_(loss.item())
-        elif "equal-buffers" in args.features:
-            model.get_buffer("large").mul_(0.9).add_(next(model.parameters()).detach().mean(), alpha=0.1)
         loss.backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -73,8 +70,8 @@ def main(caller: HPCallWrapper) -> None:
     dist.barrier()
     end.write_end(
         {
-            "parameters": {name: parameter.detach() for name, parameter in model.named_parameters()},
-            "buffers": {name: buffer for name, buffer in model.named_buffers()},
+            "parameters": dict(model.named_parameters()),
+            "buffers": dict(model.named_buffers()),
             "optimizer": end.digest(training.state.shard().values()),
             "random": {"torch": end.digest([torch.get_rng_state()])},
         }

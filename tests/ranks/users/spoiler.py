@@ -39,7 +39,9 @@ class Spoiler(pl.Callback):
         for how, first, last in self.asked:
             spoils = first <= step <= last
             if how in _ONCE and spoils and not _done(how, self.rank):
-                _ONCE[how](self.rank)
+                rank, spoil = _ONCE[how]
+                if rank == self.rank:
+                    spoil()
             if how in _STORAGE and self.rank == 0 and (spoils or step == last + 1):
                 _STORAGE[how][0 if spoils else 1](run_dir() / "nemo")
         trainer.strategy.barrier()
@@ -89,9 +91,7 @@ def _once(how: str, kill: Callable[[], None]) -> None:
         kill()
 
 
-def _in_writer(how: str, victim: Callable[[], int], rank: int) -> None:
-    if rank != 1:
-        return
+def _in_writer(how: str, victim: Callable[[], int]) -> None:
     write = FileSystemWriterAsync.write_preloaded_data
 
     def kills(*args: Any, **kwargs: Any) -> None:
@@ -104,9 +104,7 @@ def _in_writer(how: str, victim: Callable[[], int], rank: int) -> None:
     FileSystemWriterAsync.write_preloaded_data = staticmethod(kills)
 
 
-def _alone(rank: int) -> None:
-    if rank != 1:
-        return
+def _alone() -> None:
     preload = FileSystemWriterAsync.preload_tensors
 
     def fails() -> None:
@@ -119,9 +117,7 @@ def _alone(rank: int) -> None:
     FileSystemWriterAsync.preload_tensors = staticmethod(loads)
 
 
-def _common(rank: int) -> None:
-    if rank != 0:
-        return
+def _common() -> None:
     save = TorchCommonSaveStrategy.save_common
 
     def dies(self: Any, *args: Any) -> None:
@@ -132,10 +128,10 @@ def _common(rank: int) -> None:
 
 
 #: ``proxy`` is the parent of the writing process in a background save, ``rank`` in one that is made at once.
-_ONCE: dict[str, Callable[[int], None]] = {
-    "writer": functools.partial(_in_writer, "writer", os.getpid),
-    "proxy": functools.partial(_in_writer, "proxy", os.getppid),
-    "rank": functools.partial(_in_writer, "rank", os.getppid),
-    "common": _common,
-    "alone": _alone,
+_ONCE: dict[str, tuple[int, Callable[[], None]]] = {
+    "writer": (1, functools.partial(_in_writer, "writer", os.getpid)),
+    "proxy": (1, functools.partial(_in_writer, "proxy", os.getppid)),
+    "rank": (1, functools.partial(_in_writer, "rank", os.getppid)),
+    "common": (0, _common),
+    "alone": (1, _alone),
 }

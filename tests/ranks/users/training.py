@@ -7,6 +7,7 @@ import argparse
 import csv
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from tests.ranks.users.data import (
     Shuffled,
     TwoLoaders,
 )
-from tests.ranks.users.modules import CountingGPT, PlateauScheduler
+from tests.ranks.users.modules import UNFUSED, CountingGPT, PlateauScheduler
 from tests.ranks.users.spoiler import Spoiler
 
 #: ``--features`` takes these words.
@@ -166,11 +167,7 @@ def config_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
         share_embeddings_and_output_weights=False,
         make_vocab_size_divisible_by=256,
         transformer_layer_spec=local_layer_spec,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        cross_entropy_loss_fusion=False,
-        gradient_accumulation_fusion=False,
+        **UNFUSED,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float16 if "fp16" in features else torch.float32,
         **more,
@@ -178,20 +175,10 @@ def config_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
 
 
 def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.MegatronOptimizerModule:
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=1e-2,
-        clip_grad=1.0,
-        use_distributed_optimizer=True,
-        bf16=False,
-        fp16="fp16" in features,
-    )
+    config = OptimizerConfig(lr=1e-2, use_distributed_optimizer=True, fp16="fp16" in features)
+    scheduler: Any = nl.lr_scheduler.CosineAnnealingScheduler(100, warmup_steps=0, constant_steps=0, min_lr=1e-3)
     if "plateau" in features:
-        scheduler: Any = PlateauScheduler(options.validate_every)
-    else:
-        scheduler = nl.lr_scheduler.CosineAnnealingScheduler(
-            max_steps=100, warmup_steps=0, constant_steps=0, min_lr=1e-3
-        )
+        scheduler = PlateauScheduler(options.validate_every)
     return nl.MegatronOptimizerModule(config, lr_scheduler=scheduler)
 
 
@@ -228,12 +215,8 @@ def callbacks_of(options: argparse.Namespace, features: frozenset[str], fit: int
 
 
 def loggers_of(features: frozenset[str], fit: int) -> list[Any]:
-    loggers: list[Any] = []
-    if "csv" in features:
-        loggers.append(CSVLogger(str(end.run_dir() / "csv"), name=f"fit-{fit}", flush_logs_every_n_steps=1))
-    if "tensorboard" in features:
-        loggers.append(TensorBoardLogger(str(end.run_dir() / "tensorboard"), name=f"fit-{fit}"))
-    return loggers
+    kinds: Any = {"csv": partial(CSVLogger, flush_logs_every_n_steps=1), "tensorboard": TensorBoardLogger}
+    return [kind(str(end.run_dir() / name), name=f"fit-{fit}") for name, kind in kinds.items() if name in features]
 
 
 def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, steps: int) -> nl.Trainer:
@@ -314,15 +297,13 @@ def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
 def ended(trainer: Any, model: Any) -> dict[str, Any]:
     strategy = trainer.strategy
     megatron = strategy.megatron_parallel
-    optimizer = strategy.optimizers[0]
+    optimizer, shard = strategy.optimizers[0], strategy.journal().state.shard()
     return {
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
-        "parameters": {name: tensor for name, tensor in megatron.named_parameters()},
-        "buffers": {name: tensor for name, tensor in megatron.named_buffers()},
-        "optimizer": end.digest(
-            tensor for _, tensor in sorted(strategy.journal().state.shard().items(), key=str_key)
-        ),
+        "parameters": dict(megatron.named_parameters()),
+        "buffers": dict(megatron.named_buffers()),
+        "optimizer": end.digest(shard[key] for key in sorted(shard, key=str)),
         "callbacks": {
             type(callback).__name__: state_of(callback)
             for callback in trainer.callbacks
@@ -333,17 +314,13 @@ def ended(trainer: Any, model: Any) -> dict[str, Any]:
             **({"starts": model.starts} if model.counts_starts else {}),
         },
         "data module": {"starts": trainer.datamodule.starts} if model.counts_starts else {},
-        "metrics": {name: value for name, value in trainer.callback_metrics.items()},
+        "metrics": dict(trainer.callback_metrics),
         "lr": [group["lr"] for group in optimizer.param_groups],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "loss_scale": optimizer.mcore_optimizer.get_loss_scale(),
         "loops": loops(trainer),
         "accumulated": model.accumulated(),
     }
-
-
-def str_key(item: tuple[Any, Any]) -> str:
-    return str(item[0])
 
 
 def loops(trainer: Any) -> dict[str, int]:

@@ -15,11 +15,11 @@ import torch
 from nemo.collections.llm import FineTuningDataModule, MockDataModule
 from nemo.collections.llm.gpt.data.mock import _MockGPTDataset
 from nemo.lightning.data import WrappedDataLoader
-from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.utils.data import IterableDataset
 
 from checkpointless.testing.demo.corpus import english
 from checkpointless.testing.demo.text import ByteTokenizer, TextDataModule
+from tests.ranks.users.data import TakesAllAsItComes
 
 
 class Mock(MockDataModule):
@@ -62,26 +62,24 @@ def write(folder: str) -> None:
     _write_indexed_dataset(Path(folder) / "english")
 
 
-def _write_conversations(folder: Path, samples: int = 128) -> None:
+def _write_conversations(folder: Path) -> None:
     folder.mkdir()
     text, draw = english().decode(errors="ignore"), random.Random(7)
     for name in ("training", "validation", "test"):
         with (folder / f"{name}.jsonl").open("w") as file:
-            for _ in range(samples):
+            for _ in range(128):
                 start, first, second = draw.randrange(100_000), draw.randrange(8, 24), draw.randrange(8, 24)
-                pair = {
-                    "input": text[start : start + first],
-                    "output": text[start + first : start + first + second],
-                }
+                middle = start + first
+                pair = {"input": text[start:middle], "output": text[middle : middle + second]}
                 file.write(json.dumps(pair) + "\n")
 
 
-def _write_indexed_dataset(prefix: Path, documents: int = 200) -> None:
+def _write_indexed_dataset(prefix: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
     text, draw = english(), random.Random(11)
-    for _ in range(documents):
+    for _ in range(200):
         start = draw.randrange(len(text) - 600)
         tokens = [*text[start : start + draw.randrange(50, 500)], ByteTokenizer.eos_id]
         builder.add_document(torch.tensor(tokens, dtype=torch.int32), [len(tokens)])
@@ -121,13 +119,13 @@ class EndlessText(IterableDataset):
 class ResumableLoader(WrappedDataLoader):
     """Says where its dataset stands, by Lightning's protocol of resumable loaders."""
 
+    dataset: Any
+
     def state_dict(self) -> dict[str, int]:
-        dataset: Any = self.dataset
-        return dataset.state_dict()
+        return self.dataset.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        dataset: Any = self.dataset
-        dataset.load_state_dict(state)
+        self.dataset.load_state_dict(state)
 
 
 class IterableText(pl.LightningDataModule):
@@ -137,7 +135,7 @@ class IterableText(pl.LightningDataModule):
         super().__init__()
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
         self.tokenizer = ByteTokenizer()
-        self.data_sampler = _AsItComes(seq_length, micro_batch_size, global_batch_size)
+        self.data_sampler = TakesAllAsItComes(seq_length, micro_batch_size, global_batch_size)
 
     def train_dataloader(self) -> ResumableLoader:
         """Return a loader of this data-parallel rank's samples, which never end."""
@@ -147,10 +145,3 @@ class IterableText(pl.LightningDataModule):
         return ResumableLoader(
             mode="train", dataset=EndlessText(rank, ranks, self.seq_length), batch_size=self.micro_batch_size
         )
-
-
-class _AsItComes(MegatronDataSampler):
-    """Leaves the loader as it is."""
-
-    def transform_dataloader(self, dataloader: Any, consumed_samples: int = 0) -> Any:
-        return dataloader
