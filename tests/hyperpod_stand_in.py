@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import types
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 from tests.ports import free_port
 from tests.waiting import wait_until
 
+MODULE = "hyperpod_elastic_agent.ipc"
 SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
 _TICK_S = 0.05  # the real agent looks every --monitor-interval
 
@@ -39,13 +41,10 @@ class InProcessRestartSocketClient:
     """Stands in for the package's client, and connects when it is made."""
 
     def __init__(self) -> None:
-        path = os.environ.get(SOCKET_ENV)
-        if not path:
-            raise ValueError(f"{SOCKET_ENV} not set")
         kinds = ("job_start", "job_fault", "job_rank_info")
         self._queues: dict[str, queue.Queue[tuple[str, Any]]] = {kind: queue.Queue() for kind in kinds}
         self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(path)
+        self._connection.connect(os.environ[SOCKET_ENV])
         threading.Thread(target=self._read, daemon=True).start()
         self._say("init")
 
@@ -100,26 +99,17 @@ class InProcessRestartSocketClient:
             raise HyperPodIPCException(f"Timed out reading data from server after {timeout} seconds") from None
 
 
-def modules(**names: Any) -> dict[str, types.ModuleType]:
-    """Return the package, for ``sys.modules``; ``names`` replace those of its module ``ipc`` (None: missing)."""
-    package = types.ModuleType("hyperpod_elastic_agent")
-    package.__path__ = []
-    ipc = types.ModuleType("hyperpod_elastic_agent.ipc")
-    for name, value in {
-        "InProcessRestartSocketClient": InProcessRestartSocketClient,
-        "HyperPodIPCException": HyperPodIPCException,
-        "RestartMode": RestartMode,
-        **names,
-    }.items():
-        if value is not None:
-            setattr(ipc, name, value)
-    package.ipc = ipc  # type: ignore[attr-defined]
-    return {package.__name__: package, ipc.__name__: ipc}
+def module(lacking: str = "") -> types.ModuleType:
+    """Return the package's module ``ipc``, without one of its names if it is to lack it."""
+    ipc = types.ModuleType(MODULE)
+    names = {each.__name__: each for each in (InProcessRestartSocketClient, HyperPodIPCException, RestartMode)}
+    vars(ipc).update({name: each for name, each in names.items() if name != lacking})
+    return ipc
 
 
 def install() -> None:
-    """Put the stand-in where ``import hyperpod_elastic_agent`` finds it."""
-    sys.modules.update(modules())
+    """Put the stand-in where ``importlib.import_module`` finds it."""
+    sys.modules[MODULE] = module()
 
 
 class Agent:
@@ -162,7 +152,7 @@ class Agent:
         with self._mutex:
             self._running = True
             self._at_barrier.clear()
-            self._tell("job_start")
+            self.tell("job_start")
 
     def fault(self) -> None:
         """Tell all ranks of a fault; the next start has the next number."""
@@ -172,9 +162,12 @@ class Agent:
             for rank in list(self._connections):
                 self.say(rank, "job_fault", restart_count=self.restart_count - 1)
 
-    def tell_ranks(self) -> None:
+    def tell(self, kind: str = "job_rank_info") -> None:
         with self._mutex:
-            self._tell("job_rank_info")
+            for rank in list(self._connections):
+                env = self.environment(rank) | {"RANK": str(rank), "SPARE": "False"}
+                env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+                self.say(rank, kind, worker_envs=env | self.envs, aggregate_worker_data={})
 
     def say(self, rank: int, kind: str, **body: Any) -> None:
         try:
@@ -193,17 +186,9 @@ class Agent:
     def close(self) -> None:
         self._closed = True
         for each in (self._server, *self._connections.values()):
-            try:
+            with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
             each.close()
-
-    def _tell(self, kind: str) -> None:
-        for rank in list(self._connections):
-            env = self.environment(rank) | {"RANK": str(rank), "SPARE": "False"}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
-            self.say(rank, kind, worker_envs=env | self.envs, aggregate_worker_data={})
 
     def _accept(self) -> None:
         while not self._closed:
@@ -215,13 +200,11 @@ class Agent:
 
     def _read(self, connection: socket.socket) -> None:
         rank = -1
-        try:
+        with suppress(OSError):
             for line in connection.makefile("rb"):
                 message = json.loads(line)
                 rank = message["local_rank"]
                 self._take(rank, message, connection)
-        except OSError:
-            pass
         with self._mutex:
             self._at_barrier.discard(rank)
             if self._connections.get(rank) is connection:
@@ -235,7 +218,7 @@ class Agent:
             if kind == "init":
                 self._connections[rank] = connection
                 if self.automatic:
-                    self.tell_ranks()
+                    self.tell()
             elif kind == "at_rcb_barrier":
                 self._at_barrier.add(rank)
             elif kind == "job_fault" and self.automatic and self._running:

@@ -39,8 +39,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
         patch.setattr(HyperPodClient, "__init__", remember)
         patch.setattr(clients, "_of_other_launcher", None)
         patch.setattr(hyperpod, "_LISTEN_S", 1.0)
-        for name, module in stand_in.modules().items():
-            patch.setitem(sys.modules, name, module)
+        patch.setitem(sys.modules, stand_in.MODULE, stand_in.module())
         yield patch
         for client in made:
             client.close()
@@ -84,8 +83,7 @@ def in_block(agent: stand_in.Agent, others: int = 0) -> tuple[HyperPodClient, TC
 @pytest.mark.parametrize("name", ["", "InProcessRestartSocketClient", "HyperPodIPCException", "RestartMode"])
 def test_a_package_that_is_missing_or_lacks_a_name_is_one_line(environment: pytest.MonkeyPatch, name: str) -> None:
     environment.setenv(stand_in.SOCKET_ENV, "/nowhere")
-    for module, value in stand_in.modules(**{name: None} if name else {}).items():
-        environment.setitem(sys.modules, module, value if name else None)
+    environment.setitem(sys.modules, stand_in.MODULE, stand_in.module(name) if name else None)
     with pytest.raises(RuntimeError, match=rf"{name}.*pip install -e '\.\[hyperpod\]' in a clone") as raised:
         HPAgentK8sAPIFactory()()
     assert "\n" not in str(raised.value)
@@ -153,7 +151,7 @@ def test_wait_rank_asks_the_agent_once_and_updates_the_environment(agent: stand_
 def test_a_spare_waits_for_its_rank(agent: stand_in.Agent, caplog: pytest.LogCaptureFixture) -> None:
     agent.envs = {"RANK": "-1", "SPARE": "True"}
     client = HyperPodClient(start_timeout_s=0.1)
-    threading.Timer(0.5, agent.tell_ranks).start()
+    threading.Timer(0.5, agent.tell).start()
     client.wait_rank()
     assert (os.environ["RANK"], os.environ["SPARE"]) == ("-1", "True")
     assert "still waiting to be told which rank this is" in caplog.text
