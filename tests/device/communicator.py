@@ -59,7 +59,6 @@ class Communicator:
 
     Attributes:
         graphs: how many captured collectives refer to it.
-        is_waiting: set when it is being made, and waits for a peer.
     """
 
     of_process: ClassVar[list[Communicator]] = []
@@ -72,7 +71,6 @@ class Communicator:
         # If communicators are made with blocking, torch does not know of one that is being made.
         self._is_known = os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") == "1"
         self._making = threading.Lock()
-        self.is_waiting = threading.Event()
         self._is_connected = False
         self._folder = Path()
         self._numbers = itertools.count()
@@ -194,7 +192,6 @@ class Communicator:
             try:
                 return listening.accept()[0]
             except BlockingIOError:
-                self.is_waiting.set()
                 if self.aborted:
                     raise
                 time.sleep(_POLL_S)

@@ -68,7 +68,7 @@ class Device:
         if self._holds_lock_s and len(self._pending) >= self._queue:
             _LIBC_WITH_LOCK.usleep(int(self._holds_lock_s * 1e6))
             self.held_lock = True
-        self._wait(lambda: len(self._pending) < self._queue)
+        self.wait_until(lambda: len(self._pending) < self._queue)
         self._check()
         with self._mutex:
             self._pending.append(operation)
@@ -77,41 +77,37 @@ class Device:
         with self._mutex:
             operation.is_done = True
             self._pending.remove(operation)
-        self._wake()
+        self.notice()
 
     def fail(self, error: str) -> None:
         """Fail, as after an assertion in a kernel: nothing that is queued is done any more."""
         self.error = error
         with self._mutex:
             self._pending.clear()
-        self._wake()
+        self.notice()
 
     def synchronize(self, operation: Operation | None = None) -> None:
         """Wait until ``operation``, or everything that is queued, is done."""
         self._check()
-        self._wait(lambda: operation.is_done if operation is not None else not self._pending)
+        self.wait_until(lambda: operation.is_done if operation is not None else not self._pending)
         self._check()
 
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
         """Wait until nothing that is queued writes one of ``tensors``."""
         self._check()
         storages = {each.untyped_storage().data_ptr() for each in tensors}
-        self._wait(lambda: not any(each.storages & storages for each in self._pending))
+        self.wait_until(lambda: not any(each.storages & storages for each in self._pending))
         self._check()
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until ``holds``, of which :meth:`notice` must be called, in one call into C."""
-        self._wait(holds)
-
-    def notice(self) -> None:
-        self._wake()
 
     def _check(self) -> None:
         if self.error is not None:
             raise RuntimeError(f"CUDA error: {self.error}")
 
-    def _wait(self, holds: Callable[[], bool]) -> None:
-        """Wait in one call into C, which handles no interruption, as that of a driver does."""
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait in one call into C, which handles no interruption, as that of a driver does.
+
+        What makes it hold has to call :meth:`notice`.
+        """
         with self._mutex:
             if self.error is not None or holds():
                 return
@@ -120,7 +116,7 @@ class Device:
             self._waiters.append((holds, gate))
         gate.acquire()
 
-    def _wake(self) -> None:
+    def notice(self) -> None:
         with self._mutex:
             ready = [each for each in self._waiters if self.error is not None or each[0]()]
             self._waiters = [each for each in self._waiters if each not in ready]

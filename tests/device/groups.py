@@ -17,6 +17,8 @@ from tests.device.communicator import Communicator
 from tests.device.device import Device, Operation
 
 BACKEND = "late"
+_SUM, _AVG, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN
+_COMBINES = ((_SUM, torch.add), (_AVG, torch.add), (_MAX, torch.maximum), (_MIN, torch.minimum))
 _ProcessGroup: Any = dist.ProcessGroup  # Any: its methods are overloaded, and torch calls one of each
 
 
@@ -36,8 +38,7 @@ class LateWork(dist.Work):
     def is_completed(self) -> bool:
         return self._operation.is_done
 
-    def is_success(self) -> bool:
-        return self._operation.is_done
+    is_success = is_completed
 
     def synchronize(self) -> None:
         """Order what follows."""
@@ -253,14 +254,6 @@ _count = process_groups.counting(True, lambda *_: None)
 _count_received = process_groups.counting(False, lambda *_: None)
 
 
-def create(device: Device) -> Callable[..., LateNCCLGroup]:
-
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> LateNCCLGroup:
-        return LateNCCLGroup(device, store, rank, size)
-
-    return make
-
-
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
@@ -294,14 +287,9 @@ def _reducing(opts: Any, outputs: Sequence[torch.Tensor]) -> Callable[[list[list
 
 def _reduced(opts: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Reduce in the order of the ranks, so that all ranks have the same bits."""
-    op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-    if op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG:
-        total = functools.reduce(torch.add, parts)
-        return total / len(parts) if op == dist.ReduceOp.AVG else total
-    if op == dist.ReduceOp.MAX:
-        return functools.reduce(torch.maximum, parts)
-    if op == dist.ReduceOp.MIN:
-        return functools.reduce(torch.minimum, parts)
-    if op == dist.ReduceOp.PRODUCT:
-        return functools.reduce(torch.mul, parts)
+    op = opts.reduceOp if opts is not None else _SUM
+    for known, combine in _COMBINES:
+        if op == known:
+            found = functools.reduce(combine, parts)
+            return found / len(parts) if op == _AVG else found
     raise NotImplementedError(str(op))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 import checkpointless.faults.inject
 from tests.device.communicator import THREAD
 from tests.device.device import Device, Memory, event_class, graph_class
-from tests.device.groups import BACKEND, create
+from tests.device.groups import BACKEND, LateNCCLGroup
 
 device = Device()
 memory = Memory()
@@ -41,7 +41,7 @@ def install() -> None:
     for module in list(sys.modules.values()):  # Lightning's has it, and so has each that imported it
         if _CHOICE in vars(module):
             setattr(module, _CHOICE, lambda device: BACKEND)
-    dist.Backend.register_backend(BACKEND, create(device), devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, lambda *given: LateNCCLGroup(device, *given[:3]), devices=["cpu"])
     cuda: Any = torch.cuda
     cuda.is_initialized = lambda: True
     cuda.device_count = lambda: 8
