@@ -66,24 +66,25 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(runs: Runs) 
     )
 
 
+KILL_AND_LOSS = ("sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4")
+
+
 @pytest.mark.parametrize(
     ("run", "faults"),
     [
-        pytest.param(OWN, ("node@backward:rank=2,step=3",), marks=pytest.mark.long),
-        pytest.param(OWN, ("node@backward:rank=3,step=7",), marks=pytest.mark.long),
         # Its replica of what the lost node had is in a process that has not committed anything itself.
-        (OWN, ("sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4")),
-        pytest.param(
-            OWN,
-            (SLOW, "sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4"),
-            marks=pytest.mark.long,
+        pytest.param(OWN, KILL_AND_LOSS, id="after-a-kill"),
+        *(
+            pytest.param(run, faults, id=name, marks=pytest.mark.long)
+            for name, run, *faults in (
+                ("first-epoch", OWN, "node@backward:rank=2,step=3"),
+                ("second-epoch", OWN, "node@backward:rank=3,step=7"),
+                ("after-a-replay", OWN, SLOW, *KILL_AND_LOSS),
+                ("after-a-recovery", OWN, "exception@forward:rank=0,step=4", "node@before_optimizer:rank=3,step=4"),
+                ("own-generator", OWN_GENERATOR, "node@backward:rank=2,step=7"),
+            )
         ),
-        pytest.param(
-            OWN, ("exception@forward:rank=0,step=4", "node@before_optimizer:rank=3,step=4"), marks=pytest.mark.long
-        ),
-        pytest.param(OWN_GENERATOR, ("node@backward:rank=2,step=7",), marks=pytest.mark.long),
     ],
-    ids=["first-epoch", "second-epoch", "after-a-kill", "after-a-replay", "after-a-recovery", "own-generator"],
 )
 def test_what_was_a_lost_nodes_own_is_kept_by_another(runs: Runs, run: Run, faults: tuple[str, ...]) -> None:
     undisturbed = runs.calm(run)

@@ -1,6 +1,7 @@
 """Define which faults disturb users' runs, and what of their end may then differ."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from tests.ranks.users.end import IN_ALL
 from tests.ranks.users.runs import Run
@@ -23,6 +24,8 @@ class Case:
     saves_end_before: int = 0
     is_long: bool = False
 
+
+long_case = partial(Case, is_long=True)
 
 EP2 = ("--expert-parallel", "2")
 EXPERTS = Run("moe-bias,global-aux-loss", layout=EP2, nproc=4)
@@ -55,23 +58,20 @@ SLOW = "slow@after_optimizer:rank=2,step=3,seconds=2"
 
 CASES = (
     # 5: what changes before the vote is taken back
-    Case(
+    long_case(
         "expert bias, before the update",
         EXPERTS,
         ("exception@before_optimizer:rank=1,step=3", "sigkill@before_optimizer:rank=2,step=5"),
-        is_long=True,
     ),
-    Case(
+    long_case(
         "loss scale, before the update",
         FP16,
         ("exception@before_optimizer:rank=1,step=5", "sigkill@before_optimizer:rank=0,step=7"),
-        is_long=True,
     ),
-    Case(
+    long_case(
         "batch norm, before the update",
         BATCHNORM,
         ("exception@before_optimizer:rank=1,step=4", "sigkill@before_optimizer:rank=1,step=5"),
-        is_long=True,
     ),
     # ranks' own buffers
     Case(
@@ -84,11 +84,10 @@ CASES = (
             "sigkill@after_optimizer:rank=0,step=5",
         ),
     ),
-    Case(
+    long_case(
         "own buffers of Megatron's",
         OWN,
         ("exception@optimizer:rank=1,step=3", "sigkill@optimizer:rank=2,step=4", "sigkill@forward:rank=3,step=6"),
-        is_long=True,
     ),
     # 6, 7, 16: callbacks' state is that of the step, also what hooks in pairs keep; folders
     Case(
@@ -111,13 +110,12 @@ CASES = (
             "sigkill@after_optimizer:rank=1,step=7",
         ),
     ),
-    Case(
+    long_case(
         "a monitored checkpoint in NeMo's folder",
         MONITORED,
         ("exception@forward:rank=1,step=4", "exception@between:rank=1,step=4", "sigkill@forward:rank=0,step=6"),
-        is_long=True,
     ),
-    Case(
+    long_case(
         "checkpoints in the background, exceptions",
         BACKGROUND,
         (
@@ -125,30 +123,26 @@ CASES = (
             "exception@between:rank=1,step=4",
             "exception@after_optimizer:rank=1,step=6",
         ),
-        is_long=True,
     ),
     # Its writers have not ended by then: nothing of what it saves has changed yet, and it is made again
-    Case(
+    long_case(
         "one in the background, sigkill in the next step",
         BACKGROUND,
         ("sigkill@forward:rank=1,step=5",),
         saves_end_before=4,
-        is_long=True,
     ),
-    Case(
+    long_case(
         "the last one in the background, sigterm",
         BACKGROUND,
         ("sigterm@optimizer:rank=1,step=7",),
         saves_end_before=7,
-        is_long=True,
     ),
     # 9: a finished validation is not repeated
     Case("early stop and plateau, sigkill", STOPS, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
-    Case(
+    long_case(
         "shuffled validations",
         VALIDATES_SHUFFLED,
         ("sigkill@forward:rank=2,step=4", "exception@forward:rank=1,step=5"),
-        is_long=True,
     ),
     # 10: resumed, then hit
     Case(
@@ -161,25 +155,22 @@ CASES = (
         ),
     ),
     # 11: the second fit
-    Case(
+    long_case(
         "in the second fit",
         SHORT_LONG,
         ("exception@sync:rank=0,step=5", "exception@forward:rank=1,step=6", "sigkill@forward:rank=0,step=8"),
         apart=CALLED_AGAIN,
-        is_long=True,
     ),
     # NeMo's sampler counts what workers fetch ahead: Lightning sees 3 steps in an epoch of 4, faults or not
-    Case(
+    long_case(
         "shuffled, with workers",
         SHUFFLED_BY_WORKERS,
         ("exception@forward:rank=1,step=3", "sigkill@forward:rank=0,step=5"),
-        is_long=True,
     ),
     # What is accumulated over an epoch is all of it, and each rank's own
-    Case(
+    long_case(
         "metrics of the epoch, exceptions",
         METRICS,
         ("exception@after_optimizer:rank=1,step=3", "exception@forward:rank=2,step=7"),
-        is_long=True,
     ),
 )

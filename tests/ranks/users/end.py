@@ -32,11 +32,8 @@ def note(what: str, **fields: Any) -> None:
     path.parent.mkdir(exist_ok=True)
     generation = int(os.environ.get("JOB_RESTART_COUNT", "0"))
     line = json.dumps({"what": what, "generation": generation, "pid": os.getpid(), **fields}) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    with path.open("ab", buffering=0) as file:
+        file.write(line.encode())
 
 
 def notes(directory: Path, rank: int, what: str) -> list[dict[str, Any]]:
@@ -104,11 +101,8 @@ def _from_notes(directory: Path, rank: int) -> dict[str, Any]:
         for line in notes(directory, rank, "validation")
     )
     of_last = {key: found[max(found)] for key, found in validations.items()}
-    fits: dict[str, Any] = {}
-    for line in notes(directory, rank, "fit"):
-        fits.setdefault(str(line["fit"]), line["end"])
     return {
-        "fits": fits,
+        "fits": {str(line["fit"]): line["end"] for line in reversed(notes(directory, rank, "fit"))},
         "samples": {step: sorted(ids) for step, ids in steps.items()},
         # What follows a step is gone through again if a rank had not come as far, and its state is taken back.
         "hooks": {key: len(found[max(found)]) for key, found in sorted(hooks.items())},
@@ -138,8 +132,7 @@ def _by_generation(lines: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dic
 
 
 def read_ends(directory: Path, nproc: int) -> list[dict[str, Any]]:
-    paths = [directory / "users" / f"end-{rank}.json" for rank in range(nproc)]
-    return [json.loads(path.read_text()) for path in paths]
+    return [json.loads((directory / "users" / f"end-{rank}.json").read_text()) for rank in range(nproc)]
 
 
 @dataclass(frozen=True)
