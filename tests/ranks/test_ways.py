@@ -13,7 +13,7 @@ from checkpointless.observability.telemetry.event_names import EventName
 from tests.ranks.jobs import Disturb, Job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_warm import told
+from tests.ranks.test_warm import OVERLAP, VPP, told
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(420)]
 
@@ -46,12 +46,7 @@ def through_faults(
 @pytest.mark.parametrize(
     "args",
     [
-        (
-            "strategy.pipeline_model_parallel_size=2",
-            "strategy.virtual_pipeline_model_parallel_size=2",
-            "model.config.num_layers=4",
-            "data.micro_batch_size=1",
-        ),
+        (*VPP, "data.micro_batch_size=1"),
         (
             *EP2,
             "model.config.moe_grouped_gemm=true",
@@ -72,8 +67,7 @@ def test_megatrons_options(disturb: Disturb, args: tuple[str, ...]) -> None:
 def test_a_step_that_only_some_ranks_have_recorded_before_a_fault(disturb: Disturb) -> None:
     """What is recorded is gathered by all ranks: also by those that have recorded the step already."""
     slow = "callbacks.slow={_target_: tests.ranks.job_callbacks.SlowToRecord, rank: 1, step: 2, seconds: 3}"
-    gathers = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
-    through_faults(disturb, slow, *gathers, faults=("exception@forward:rank=0,step=3",), nproc=2)
+    through_faults(disturb, slow, *OVERLAP, faults=("exception@forward:rank=0,step=3",), nproc=2)
 
 
 # --- FP8 ---------------------------------------------------------------------------------------------------------

@@ -8,17 +8,15 @@ does not come.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import fp8_utils
 from megatron.core.distributed import param_and_grad_buffer
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from tests.ranks.users_ways.scaled import LARGEST, DelayedScalingState, ScaledLinear
+from tests.ranks.users_ways.scaled import LARGEST, DelayedScalingState, ScaledLinear, Straight, scaled_layers
 
 _WEIGHT = 1  # its index among the scales of a layer
 _FORMAT = torch.float8_e4m3fn
@@ -27,9 +25,7 @@ _FORMAT = torch.float8_e4m3fn
 def quantised_layers(config: Any) -> ModuleSpec:
     """Return layers whose first product after the attention keeps its weight in eight bits."""
     _install()
-    layer = copy.deepcopy(get_gpt_layer_local_spec(normalization=config.normalization))
-    layer.submodules.mlp.submodules.linear_fc1 = QuantisedLinear
-    return layer
+    return scaled_layers(config, QuantisedLinear)
 
 
 class Quantizer:
@@ -91,21 +87,9 @@ class QuantisedLinear(ScaledLinear):
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """Multiply by the weight, and with scales that are kept by the quantised input."""
-        weight = _Values.apply(self.weight)
+        weight = Straight.apply(self.weight, QuantisedTensor.dequantize)
         forward = super().forward if self._delayed else self.product
         return forward(input_, weight, **kwargs)
-
-
-class _Values(torch.autograd.Function):
-    """Gives the values of a quantised weight; their gradient is that of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: QuantisedTensor) -> torch.Tensor:
-        return weight.dequantize()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
 
 
 def _quantised_parameter(drawn: torch.nn.Parameter, state: DelayedScalingState | None) -> torch.nn.Parameter:

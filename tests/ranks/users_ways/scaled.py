@@ -7,6 +7,8 @@ values are noted as they pass, and all ranks that share a model or its data agre
 
 import copy
 import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +22,10 @@ HISTORY = 4  # passes
 LARGEST = 448.0  # of torch.float8_e4m3fn
 
 
-def scaled_layers(config: Any) -> ModuleSpec:
-    """Return layers that quantise what goes into and comes back to their first product."""
+def scaled_layers(config: Any, linear: type | None = None) -> ModuleSpec:
+    """Return layers that quantise what goes into and comes back to their first product after the attention."""
     layer = copy.deepcopy(get_gpt_layer_local_spec(normalization=config.normalization))
-    layer.submodules.mlp.submodules.linear_fc1 = ScaledLinear
+    layer.submodules.mlp.submodules.linear_fc1 = linear or ScaledLinear
     return layer
 
 
@@ -73,9 +75,9 @@ class ScaledLinear(ColumnParallelLinear):
         self.fp8_meta |= {"num_gemms": 1, "fp8_checkpoint": True}
         self.init_fp8_meta_tensors(None)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        rounded = _Straight.apply(input_, forward, 0)
+        rounded = Straight.apply(input_, partial(forward.quantised, index=0))
         if weight is None:
-            weight = _Straight.apply(self.weight, forward, 1)
+            weight = Straight.apply(self.weight, partial(forward.quantised, index=1))
         output, bias = self.product(rounded, weight, **kwargs)
         if torch.is_grad_enabled():  # a validation notes what passes, and leaves the scales
             forward.update()
@@ -102,16 +104,16 @@ class ScaledLinear(ColumnParallelLinear):
                 getattr(self.fp8_meta[key], name).copy_(tensor)
 
 
-class _Straight(torch.autograd.Function):
-    """Quantises in the forward pass, and passes the gradient on as it is."""
+class Straight(torch.autograd.Function):
+    """Changes a tensor in the forward pass, and passes the gradient on as it is."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, state: DelayedScalingState, index: int) -> torch.Tensor:
-        return state.quantised(tensor, index)
+    def forward(ctx: Any, tensor: torch.Tensor, change: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return change(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradients[0], None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 class _RoundedGradient(torch.autograd.Function):
