@@ -81,21 +81,11 @@ class Linear(_Products):
 class LayerNormLinear(Linear):
     """Keeps what `LayerNormLinear` keeps: `module/layernorm_linear.py:1190` to 1290; there it is no `Linear`."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        eps: float = 1e-5,
-        normalization: str = "LayerNorm",
-        return_layernorm_output: bool = False,
-        zero_centered_gamma: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, eps: float, **options: Any) -> None:
+        returns_normed = options.pop("return_layernorm_output")
+        assert (options.pop("normalization"), options.pop("zero_centered_gamma")) == ("LayerNorm", False)
         super().__init__(in_features, out_features, **options)
-        assert normalization == "LayerNorm"
-        assert not zero_centered_gamma
-        self.eps, self.return_layernorm_output = eps, return_layernorm_output  # adapters set it
+        self.eps, self.return_layernorm_output = eps, returns_normed  # adapters set it
         dtype = options.get("params_dtype", torch.float32)
         self.init_weight("layer_norm_weight", torch.nn.Parameter(torch.ones(in_features, dtype=dtype)), None)
         self.init_weight("layer_norm_bias", torch.nn.Parameter(torch.zeros(in_features, dtype=dtype)), None)
@@ -129,9 +119,7 @@ class GroupedLinear(_Products):
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, **options)
-        assert not self.use_bias
-        assert tp_size == 1
-        assert not sequence_parallel
+        assert (self.use_bias, tp_size, sequence_parallel) == (False, 1, False)
         self.num_gemms, self.ub_name = num_gemms, ub_name
         self._offsets = {"input": 0, "weight": 1, "output": 2, "grad_output": 0, "grad_input": 1}
         self.set_tensor_parallel_group(tp_group)

@@ -10,13 +10,7 @@ class LayerNorm(BasicOperation):
     """Keeps what the operation keeps: `ops/basic/layer_norm.py:81` to 135."""
 
     def __init__(
-        self,
-        size: int,
-        *,
-        eps: float = 1e-5,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        zero_centered_gamma: bool = False,
+        self, size: int, *, eps: float, dtype: torch.dtype, device: str, zero_centered_gamma: bool
     ) -> None:
         super().__init__()
         assert not zero_centered_gamma
