@@ -89,14 +89,8 @@ class Zygote:
         Of `expendable` ranks, which may die, that is None then. Raises RankFailure for any other that does not end
         well within `limit_s` seconds.
         """
-        request = {
-            "world_size": world_size,
-            "function": function,
-            "arguments": arguments or {},
-            "env": env or {},
-            "limit_s": limit_s,
-            "expendable": list(expendable),
-        }
+        request = {"world_size": world_size, "function": function, "arguments": arguments or {}, "env": env or {}}
+        request |= {"limit_s": limit_s, "expendable": expendable}
         self._lines.write(json.dumps(request) + "\n")
         self._lines.flush()
         answer = self._answer(limit_s + 10.0)
@@ -224,15 +218,10 @@ def _run_ranks(request: dict[str, Any]) -> dict[str, Any]:
         pids = {_fork_rank(request, rank, port, Path(folder)): rank for rank in range(world_size)}
         failed = _wait(pids, Path(folder), time.monotonic() + request["limit_s"], request["expendable"])
         if failed:
-            logs = [
-                f"--- rank {rank}: {why}\n{_tail(Path(folder) / f'{rank}.log')}" for rank, why in failed.items()
-            ]
+            logs = (f"--- rank {rank}: {why}\n{_tail(folder, rank)}" for rank, why in failed.items())
             return {"failure": "\n".join(logs)}
-        return {"results": [_result(Path(folder) / f"{rank}.json") for rank in range(world_size)]}
-
-
-def _result(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
+        results = [Path(folder) / f"{rank}.json" for rank in range(world_size)]
+        return {"results": [json.loads(path.read_text()) if path.exists() else None for path in results]}
 
 
 def _fork_rank(request: dict[str, Any], rank: int, port: int, folder: Path) -> int:
@@ -272,18 +261,10 @@ def _outlive(folder: Path, world_size: int) -> None:
 
 
 def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "NODE_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "NODE_RANK": 0, "MASTER_PORT": port}
+    texts = {name: str(number) for name, number in numbers.items()}
+    return texts | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
 
 
 def _wait(pids: dict[int, int], folder: Path, deadline: float, expendable: list[int]) -> dict[int, str]:
@@ -308,8 +289,8 @@ def _wait(pids: dict[int, int], folder: Path, deadline: float, expendable: list[
     return failed
 
 
-def _tail(log: Path, characters: int = 3000) -> str:
-    return log.read_text(errors="replace")[-characters:]
+def _tail(folder: str, rank: int) -> str:
+    return (Path(folder) / f"{rank}.log").read_text(errors="replace")[-3000:]
 
 
 if __name__ == "__main__":
