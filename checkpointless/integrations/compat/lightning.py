@@ -1,7 +1,7 @@
 """Lightning's private names, each with the versions in which it was seen (2.4.0, which NeMo asks for, and 2.6.6).
 
-Supporting another version means looking each of them up. Attributes are still named where they are used; the test
-``tests/unit/project/test_private_names.py`` has the list of those, which only becomes shorter.
+Supporting another version means looking each of them up. Attributes are still named where they are used;
+``python -m tests.unit.project.private_names`` lists those.
 """
 
 from __future__ import annotations

@@ -32,16 +32,6 @@ def microbatches_calculator() -> num_microbatches_calculator.NumMicroBatchesCalc
 #: collectives (0.19).
 STARTUP_TIMESTAMPS = "_STARTUP_TIMESTAMPS"
 
-# Megatron-Bridge (0.3.1, 0.6.2)
-
-
-#: Of a sampler of whole batches: how many samples a batch of all ranks has; and, if it counts on over its passes
-#: (0.6.2; 0.3.1 begins each pass where it resumed), a method that returns how many a pass takes.
-BATCH_SIZE, SAMPLES_OF_A_PASS = "_global_batch_size", "_active_total_samples"
-
-#: Of Bridge's configuration: whether its setup fails where it finds no checkpoint, as in its ``finetune`` (0.6.2).
-CHECKPOINT_REQUIRED = "_checkpoint_load_required"
-
 #: In Megatron-core's ``filesystem_async``: the queue that the writers of a save report to (0.15).
 RESULTS_QUEUE = "_results_queue"
 
@@ -60,3 +50,13 @@ def queues_of_writers() -> Iterator[tuple[ModuleType, str]]:
         for name in ("_get_write_results_queue", "get_write_results_queue"):
             if hasattr(module, name):
                 yield module, name
+
+
+# Megatron-Bridge (0.3.1, 0.6.2)
+
+#: Of a sampler of whole batches: how many samples a batch of all ranks has; and, if it counts on over its passes
+#: (0.6.2; 0.3.1 begins each pass where it resumed), a method that returns how many a pass takes.
+BATCH_SIZE, SAMPLES_OF_A_PASS = "_global_batch_size", "_active_total_samples"
+
+#: Of Bridge's configuration: whether its setup fails where it finds no checkpoint, as in its ``finetune`` (0.6.2).
+CHECKPOINT_REQUIRED = "_checkpoint_load_required"
