@@ -98,13 +98,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, help="that the device has; default: no limit")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument(
-        "--lingers", type=int, help=f"the rank that waits after step {LINGERS_AFTER}; default: none"
-    )
-    parser.add_argument("--late", type=int, help=f"the rank whose update {LATE_IN} is late; default: none")
-    parser.add_argument(
-        "--cold", action="store_true", help="ranks that live through a fault build their model anew"
-    )
+    parser.add_argument("--lingers", type=int, help=f"the rank that waits after step {LINGERS_AFTER}")
+    parser.add_argument("--late", type=int, help=f"the rank whose update {LATE_IN} is late")
+    parser.add_argument("--cold", action="store_true", help="survivors of a fault build their model anew")
     parser.add_argument("--hooked", action="store_true", help="a callback changes the model, which cannot be kept")
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)

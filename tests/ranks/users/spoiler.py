@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
@@ -107,11 +108,8 @@ def _in_writer(how: str, victim: Callable[[], int]) -> None:
 def _alone() -> None:
     preload = FileSystemWriterAsync.preload_tensors
 
-    def fails() -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     def loads(*args: Any) -> Any:
-        _once("alone", fails)
+        _once("alone", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         return preload(*args)
 
     FileSystemWriterAsync.preload_tensors = staticmethod(loads)

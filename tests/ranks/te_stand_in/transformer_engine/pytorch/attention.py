@@ -116,9 +116,7 @@ def _accept(module: torch.nn.Module, incompatible_keys: Any) -> None:
     """Accept a state without what FP8 adds to it."""
 
 
-def _gathered(
-    key: torch.Tensor, value: torch.Tensor, group: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gathered(key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
     """Return keys and values of all ranks of a group, and the mask of what this rank's queries may not see."""
     rank, ranks = group.rank(), group.size()
     length = key.size(0) * ranks
