@@ -8,16 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from checkpointless.launcher.agent.ranks import zygote
 from checkpointless.launcher.agent.ranks.rank_process import Script
-from checkpointless.launcher.agent.ranks.zygote import (
-    ANSWER_LIMIT_S,
-    ForkServer,
-    ForkServerLostError,
-    Ready,
-    Start,
-    Started,
-    _Exited,
-)
+from checkpointless.launcher.agent.ranks.zygote import ANSWER_LIMIT_S, ForkServerLostError, Ready, Started, _Exited
 from checkpointless.launcher.protocol.board import Board
 from tests.ranks.agent_job import SCRIPTS, is_alive
 from tests.waiting import wait_until
@@ -32,7 +25,7 @@ class Node:
         self.now_s = 0.0  # it stands still unless it is told otherwise
         script = Script(str(SCRIPTS / "orphan.py"), ("wait",))
         self._log = folder / "log"
-        self.starter = ForkServer(
+        self.starter = zygote.ForkServer(
             script, preload=(), cpu=False, env={}, log=2, folder=None, clock=lambda: self.now_s
         )
         self.process = psutil.Process(self.starter.process.pid)
@@ -54,7 +47,7 @@ class Node:
         board, (ours, theirs) = Board.create(0), socket.socketpair()
         log = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         env = {"RANK": "0", "WORLD_SIZE": "1"}
-        self.starter.start(Start(0, 0, env), log, theirs.fileno(), board.fd)
+        self.starter.start(zygote.Start(0, 0, env), log, theirs.fileno(), board.fd)
         os.close(log)
         board.close()
         for end in (ours, theirs):

@@ -8,27 +8,8 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from tests.ranks.jobs import Job
-from tests.ranks.users.cases import (
-    BATCHNORM,
-    CALLED_AGAIN,
-    CASES,
-    KEEPERS,
-    LARGE,
-    LATE,
-    LONG_SHORT,
-    METRICS,
-    NOT_REFITTED,
-    OWN,
-    OWN_BUFFERS,
-    OWN_GENERATOR,
-    RANDPERM,
-    SHORT_LONG,
-    SLOW,
-    STARTS,
-    STOPS,
-    VALIDATES,
-    Case,
-)
+from tests.ranks.users import cases
+from tests.ranks.users.cases import CASES, LARGE, LONG_SHORT, METRICS, OWN, SHORT_LONG, STARTS, VALIDATES, Case
 from tests.ranks.users.defects import DEFECT_ENV
 from tests.ranks.users.end import BREAKS_ENV, IN_ALL, broken, compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
@@ -79,9 +60,9 @@ KILL_AND_LOSS = ("sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,
             for name, run, *faults in (
                 ("first-epoch", OWN, "node@backward:rank=2,step=3"),
                 ("second-epoch", OWN, "node@backward:rank=3,step=7"),
-                ("after-a-replay", OWN, SLOW, *KILL_AND_LOSS),
+                ("after-a-replay", OWN, cases.SLOW, *KILL_AND_LOSS),
                 ("after-a-recovery", OWN, "exception@forward:rank=0,step=4", "node@before_optimizer:rank=3,step=4"),
-                ("own-generator", OWN_GENERATOR, "node@backward:rank=2,step=7"),
+                ("own-generator", cases.OWN_GENERATOR, "node@backward:rank=2,step=7"),
             )
         ),
     ],
@@ -115,20 +96,20 @@ def test_a_fault_outside_of_training(runs: Runs, run: Run, where: str, how: str)
     job = runs.make(run, extra_env={BREAKS_ENV: f"{how} {where}"})
     assert broken(job.run_dir) == 1
     assert len(job.incidents) == 1
-    equal(run, undisturbed, job, NOT_REFITTED if where == "validate 1" else CALLED_AGAIN)
+    equal(run, undisturbed, job, cases.NOT_REFITTED if where == "validate 1" else cases.CALLED_AGAIN)
 
 
 @pytest.mark.parametrize(
     ("defect", "run", "faults"),
     [
-        ("buffers_are_a_peers", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=4",)),
-        pytest.param("callbacks_are_a_step_ahead", KEEPERS, LATE, marks=pytest.mark.long),
+        ("buffers_are_a_peers", cases.OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=4",)),
+        pytest.param("callbacks_are_a_step_ahead", cases.KEEPERS, cases.LATE, marks=pytest.mark.long),
         *(
             pytest.param(defect, run, (fault,), marks=pytest.mark.long)
             for defect, run, fault in (
-                ("buffers_are_not_taken_back", BATCHNORM, "exception@before_optimizer:rank=1,step=4"),
-                ("validations_are_repeated", STOPS, "exception@before_optimizer:rank=1,step=5"),
-                ("entry_streams_are_stale", RANDPERM, "exception@before_optimizer:rank=1,step=4"),
+                ("buffers_are_not_taken_back", cases.BATCHNORM, "exception@before_optimizer:rank=1,step=4"),
+                ("validations_are_repeated", cases.STOPS, "exception@before_optimizer:rank=1,step=5"),
+                ("entry_streams_are_stale", cases.RANDPERM, "exception@before_optimizer:rank=1,step=4"),
                 ("accumulated_metrics_begin_anew", METRICS, "exception@forward:rank=1,step=7"),
                 ("accumulated_metrics_are_a_peers", METRICS, "sigkill@forward:rank=1,step=7"),
                 ("what_a_step_has_logged_is_lost", METRICS, "exception@after_optimizer:rank=1,step=3"),

@@ -8,18 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.launcher.coordinator.hang_watch import (
-    BUSY_TIMES,
-    STEADY_LOOKS,
-    _ahead_and_behind,
-    _Finding,
-    _grace_s,
-    _is_shared,
-    _judge,
-    _Silence,
-    _Stance,
-    _stances_of,
-)
+from checkpointless.launcher.coordinator import hang_watch
+from checkpointless.launcher.coordinator.hang_watch import STEADY_LOOKS, _Finding, _judge, _Silence, _Stance
 from checkpointless.launcher.coordinator.job import Phase
 from checkpointless.launcher.coordinator.job_config import Heartbeat
 from checkpointless.launcher.protocol.messages import Answer, FaultNotice, Inquire, Kill, Silent, SilentRank
@@ -47,7 +37,7 @@ def test_the_ceiling_follows_the_pauses_unless_it_is_given() -> None:
     [((), False), ((3,), False), ((0, 2), False), ((0, 1), True), ((0, 2, 4), False), ((0, 2, 4, 6), True)],
 )
 def test_half_of_the_job_or_a_whole_node_is_a_shared_stall(standing: tuple[int, ...], shared: bool) -> None:
-    assert _is_shared(standing, 8, 2) is shared
+    assert hang_watch._is_shared(standing, 8, 2) is shared
 
 
 EVIDENCE = st.builds(
@@ -76,8 +66,8 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
     assert set(verdict.ranks) <= standing
     if verdict.finding is not _Finding.CULPRITS:
         return
-    assert not _is_shared(verdict.ranks, 8, nproc)
-    if _is_shared(standing, 8, nproc):
+    assert not hang_watch._is_shared(verdict.ranks, 8, nproc)
+    if hang_watch._is_shared(standing, 8, nproc):
         assert any(silent[rank].age_s >= CEILING_S for rank in standing)
         assert all(silent[rank].stance is _Stance.MUTE for rank in verdict.ranks)
         held = (ProcessState.BUSY, ProcessState.BLOCKED, ProcessState.TRACED)
@@ -86,8 +76,8 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
         each = silent[rank]
         assert each.age_s >= each.limit_s
         if each.stance is _Stance.MUTE:
-            assert each.mute_s >= _grace_s(each.limit_s)
-            assert each.state is not ProcessState.BUSY or each.age_s >= BUSY_TIMES * each.limit_s
+            assert each.mute_s >= hang_watch._grace_s(each.limit_s)
+            assert each.state is not ProcessState.BUSY or each.age_s >= hang_watch.BUSY_TIMES * each.limit_s
             blocked = each.state in (ProcessState.BLOCKED, ProcessState.TRACED)
             assert not blocked or each.age_s >= CEILING_S
     if steady is not None:
@@ -160,7 +150,7 @@ WAITS, ELSEWHERE, UNCLEAR = _Stance.WAITS, _Stance.ELSEWHERE, _Stance.UNCLEAR
 
 def on_gpus(launched: Mapping[int, Mapping[str, int]], is_complete: bool = True) -> dict[int, _Stance]:
     answers = {rank: Answer(0, False, "", True, dict(each)) for rank, each in launched.items()}
-    return _stances_of(answers, is_complete)
+    return hang_watch._stances_of(answers, is_complete)
 
 
 def test_who_waits_for_one_that_waits_is_no_culprit() -> None:
@@ -205,7 +195,7 @@ def test_who_is_behind_may_wait_for_one_that_has_not_answered() -> None:
 
 def test_where_calls_return_when_they_are_done_the_stack_is_the_evidence() -> None:
     answers = {0: Answer(0, True, "", False, {"0": 5}), 1: Answer(0, False, "", False, {"0": 5})}
-    assert _stances_of(answers, is_complete=False) == {0: WAITS, 1: ELSEWHERE}
+    assert hang_watch._stances_of(answers, is_complete=False) == {0: WAITS, 1: ELSEWHERE}
 
 
 def pairs(launched: Mapping[int, Mapping[str, int]], rank: int) -> list[tuple[int, int]]:
@@ -224,7 +214,7 @@ def pairs(launched: Mapping[int, Mapping[str, int]], rank: int) -> list[tuple[in
     )
 )
 def test_who_is_behind_is_waited_for_and_waits_for_nobody(launched: Mapping[int, Mapping[str, int]]) -> None:
-    waiting, late = _ahead_and_behind(launched)
+    waiting, late = hang_watch._ahead_and_behind(launched)
     assert not waiting & late
     assert late <= set(launched)
     for rank in late:

@@ -19,17 +19,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.replication import DirectoryStore, MemoryStore, register_store, store
+from checkpointless.replication import DirectoryStore, MemoryStore, local_checkpoint, register_store, store
 from checkpointless.replication.exchange import cliques_of
-from checkpointless.replication.local_checkpoint import (
-    AsyncRequest,
-    BasicTensorAwareStateDict,
-    LazyCliqueReplicationStrategy,
-    LocalCheckpointError,
-    LocalCheckpointManager,
-    TensorAwareStateDict,
-    register_form,
-)
+from checkpointless.replication.local_checkpoint import BasicTensorAwareStateDict, LocalCheckpointManager
 from checkpointless.replication.parts import PartId, SaveId
 from checkpointless.replication.store import _FileName
 from checkpointless.replication.tensor_aware import content_of, state_of
@@ -151,7 +143,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def begun(manager: LocalCheckpointManager, tree: Any, iteration: int) -> Writer:
     request = manager.save(tree, iteration, is_async=True)
-    assert isinstance(request, AsyncRequest)
+    assert isinstance(request, local_checkpoint.AsyncRequest)
     return Writer(request)
 
 
@@ -198,7 +190,7 @@ def test_another_process_carries_a_request_out(manager: LocalCheckpointManager) 
 
 def test_the_lazy_strategy_needs_no_process_group_to_be_made() -> None:
     assert not dist.is_initialized()
-    strategy = LazyCliqueReplicationStrategy(replication_jump=2, replication_factor=3)
+    strategy = local_checkpoint.LazyCliqueReplicationStrategy(replication_jump=2, replication_factor=3)
     assert (strategy.replication_jump, strategy.replication_factor) == (2, 3)
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         _ = strategy.replication_strategy
@@ -264,7 +256,7 @@ def test_a_saved_state_comes_back_as_its_class_and_the_given_one_stays(tmp_path:
 
 
 @dataclass
-class Pair(TensorAwareStateDict):
+class Pair(local_checkpoint.TensorAwareStateDict):
     one: torch.Tensor
     other: torch.Tensor
 
@@ -288,11 +280,13 @@ def test_a_class_of_ones_own_has_to_be_known(tmp_path: Path, monkeypatch: pytest
     given = Pair(torch.zeros(1), torch.ones(2))
     with pytest.raises(StateTreeError, match="Pair, which is not known: give it to register_form, on every rank"):
         content_of(given)
-    register_form(Pair, lambda pair: [pair.one, pair.other], lambda tree: Pair(*tree))
+    local_checkpoint.register_form(Pair, lambda pair: [pair.one, pair.other], lambda tree: Pair(*tree))
     manager = LocalCheckpointManager(tmp_path)
     manager.save(given, 1)
     loaded, _ = manager.load()
     assert (type(loaded), loaded.other.tolist()) == (Pair, [1, 1])
     monkeypatch.setattr("checkpointless.replication.tensor_aware._forms", {})
-    with pytest.raises(LocalCheckpointError, match="Pair is not known on this rank: call register_form"):
+    with pytest.raises(
+        local_checkpoint.LocalCheckpointError, match="Pair is not known on this rank: call register_form"
+    ):
         manager.load()

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.system import process_tree, temp_folder
-from checkpointless.system.process_tree import (
-    Idleness,
-    ProcessLook,
-    ProcessState,
-    ProcessTree,
-    families,
-    kill_descendants,
-)
+from checkpointless.system.process_tree import Idleness, ProcessLook, ProcessState, families, kill_descendants
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
 
@@ -86,7 +79,7 @@ def test_a_group_is_killed_and_what_it_had_in_shared_memory_goes(twice: bool) ->
     assert leader.stdout is not None
     assert leader.stdout.readline() == leader.stdout.readline() == "ready\n"
     assert len(list(temp_folder.SHARED_MEMORY.glob(f"torch_*_{mark}_0"))) == 2
-    group = ProcessTree(leader.pid, None)
+    group = process_tree.ProcessTree(leader.pid, None)
     group.kill()
     if twice:  # a hung rank is killed, and is seen to have ended later, when the child is not there any more
         os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)

@@ -12,7 +12,7 @@ BUDGETS = {
     "modules of the product": 207,
     "public names of the product": 594,
     "private names of other packages": 104,
-    "lines of the tests": 44_936,
+    "lines of the tests": 44_878,
     "bytes of docs/": 202_243,
     "bytes of docs/architecture.md": 34_860,
     "bytes of docs/guarantees.md": 13_393,

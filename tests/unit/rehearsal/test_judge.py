@@ -7,18 +7,9 @@ import pytest
 
 from checkpointless.observability.report.verify import Difference, Quantity
 from checkpointless.observability.telemetry.steps import Recording, StepLog, StepRecord
+from checkpointless.testing import rehearsal
 from checkpointless.testing.jobs import Ended
-from checkpointless.testing.rehearsal import (
-    _blamed,
-    _Course,
-    _cut,
-    _judge,
-    _Outcome,
-    _Page,
-    _Result,
-    _Trial,
-    _unsteady,
-)
+from checkpointless.testing.rehearsal import _blamed, _Course, _judge, _Outcome, _Page, _Result, _Trial, _unsteady
 
 FAULT = "exception@optimizer:rank=1,step=3"
 COURSE = _Course(1, 4, 1)
@@ -87,7 +78,7 @@ class Job:
 
     def judged(self, code: int | None = None, *, in_time: bool = True) -> _Result:
         ended = Ended("fault-1", self.run_dir, code, 4, 1.0, in_time, ("rank 0 raised KeyError: 'x'",), (FAULT,))
-        return _judge(_Trial(FAULT), ended, _cut(run(*"pqrs"), COURSE, False), COURSE, frozenset(), False)
+        return _judge(_Trial(FAULT), ended, rehearsal._cut(run(*"pqrs"), COURSE, False), COURSE, frozenset(), False)
 
 
 def test_a_run_with_the_same_steps_is_exact(tmp_path: Path) -> None:
