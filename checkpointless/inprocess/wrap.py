@@ -56,12 +56,7 @@ from checkpointless.inprocess.health_check import CudaHealthCheck, bounded, time
 from checkpointless.inprocess.memory import memory_status, reset_peak
 from checkpointless.inprocess.pace import StepPace
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
-from checkpointless.launcher.client import (
-    AgentClient,
-    AgentLostError,
-    HPAgentK8sAPIFactory,
-    RankClient,
-)
+from checkpointless.launcher.client import AgentClient, AgentLostError, HPAgentK8sAPIFactory, RankClient
 from checkpointless.launcher.protocol.board import Board, Facts
 from checkpointless.launcher.protocol.causes import exception_cause, exit_code
 from checkpointless.launcher.protocol.messages import (

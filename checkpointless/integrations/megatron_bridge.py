@@ -32,13 +32,7 @@ from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.integrations.compat import BRIDGE, CORE, installed, untested
 from checkpointless.integrations.compat import megatron as compat
 from checkpointless.integrations.megatron import cleanup
-from checkpointless.integrations.megatron.pretraining import (
-    REFUSALS,
-    Call,
-    PretrainGeneration,
-    Refusal,
-    Seam,
-)
+from checkpointless.integrations.megatron.pretraining import REFUSALS, Call, PretrainGeneration, Refusal, Seam
 from checkpointless.system.environment import RANK_ENV
 from checkpointless.system.patches import Patches
 

@@ -24,13 +24,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from checkpointless.megatron.dist_checkpoint import (
-    Copies,
-    CopiesLoadStrategy,
-    CopiesSaveStrategy,
-    register,
-    unregister,
-)
+from checkpointless.megatron import dist_checkpoint
+from checkpointless.megatron.dist_checkpoint import Copies, CopiesSaveStrategy, register, unregister
 from tests.ranks.local_checkpoint_ranks import bits
 from tests.ranks.players import damage, make_calls
 
@@ -269,7 +264,7 @@ class Player:
 
     def _load_strategy(self, how: str) -> Any:
         return {
-            "copies": lambda: CopiesLoadStrategy(copies=self.copies),
+            "copies": lambda: dist_checkpoint.CopiesLoadStrategy(copies=self.copies),
             "megatron": TorchDistLoadShardedStrategy,
             "default": lambda: None,
         }[how]()

@@ -12,13 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.recovery import (
-    CliqueReplicationStrategy,
-    LazyCliqueReplicationStrategy,
-    LocalCheckpointManager,
-    NoReplicasAvailableError,
-    ReplicationStrategy,
-)
+from checkpointless import recovery
+from checkpointless.recovery import CliqueReplicationStrategy, LocalCheckpointManager, NoReplicasAvailableError
 from checkpointless.replication.local_checkpoint import AsyncRequest, BasicTensorAwareStateDict, register_form
 from tests.ranks.players import damage, make_calls
 
@@ -62,7 +57,7 @@ def play(
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     if dist.get_rank() % 2:  # as where Megatron has groups of single pipeline stages: ranks know different groups
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    strategy = None if jump is None else LazyCliqueReplicationStrategy(jump, factor)
+    strategy = None if jump is None else recovery.LazyCliqueReplicationStrategy(jump, factor)
     player = Player(Path(root), Path(root) / f"node{dist.get_rank() // node_size}", strategy)
     return make_calls(player, calls, RuntimeError, ValueError)
 
@@ -84,7 +79,7 @@ class Unknown(BasicTensorAwareStateDict):
 
 
 class Player:
-    def __init__(self, root: Path, folder: Path, strategy: ReplicationStrategy | None) -> None:
+    def __init__(self, root: Path, folder: Path, strategy: recovery.ReplicationStrategy | None) -> None:
         self.root = root
         self.folder = folder
         self.strategy = strategy

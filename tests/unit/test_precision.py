@@ -9,6 +9,8 @@ import torch
 
 from checkpointless.integrations.compat.precision import unabortable, unsupported, unsupported_in_a_loop
 
+HYBRID, FLEX = {"fp8": "hybrid"}, {"moe_token_dispatcher_type": "flex"}
+
 
 class Recipe(str, Enum):
     BLOCKWISE = "blockwise"
@@ -43,7 +45,7 @@ def test_scales_and_recipes_without_any_are_carried(config: dict[str, Any]) -> N
         ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "set fp8_multi_head_attention=False"),
         ({"fp8": "hybrid", "fp8_dot_product_attention": True}, "set fp8_dot_product_attention=False"),
         ({"fp8": "hybrid", "use_transformer_engine_op_fuser": True}, "set use_transformer_engine_op_fuser=False"),
-        ({"fp8": "hybrid", "fp8_recipe": Recipe.CUSTOM}, "'custom' keeps: set fp8_recipe to one of delayed"),
+        (HYBRID | {"fp8_recipe": Recipe.CUSTOM}, "'custom' keeps: set fp8_recipe to one of delayed, tensorwise"),
     ],
 )
 def test_what_keeps_more_is_refused(config: dict[str, Any], todo: str) -> None:
@@ -73,8 +75,8 @@ def test_a_loop_of_ones_own_has_recipes_without_scales_only() -> None:
     ("config", "words"),
     [
         ({"tp_comm_overlap": True}, "a kernel of TransformerEngine's user buffers cannot be freed"),
-        ({"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex"}, "moe_enable_deepep=False, moe_token"),
-        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type='alltoall', or CHECKPOINTLESS_SPINN"),
+        (FLEX | {"moe_enable_deepep": True}, "set moe_enable_deepep=False, moe_token"),
+        (FLEX, "set moe_token_dispatcher_type='alltoall', or CHECKPOINTLESS_SPINN"),
     ],
 )
 def test_kernels_that_wait_for_peers_by_themselves_are_refused(

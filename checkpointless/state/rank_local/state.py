@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -392,8 +393,9 @@ def _found_on_board(board: Board, step: int) -> dict[SnapshotPoint, RngStates]:
     found: dict[SnapshotPoint, RngStates] = {}
     for point, series in _STREAM_SERIES.items():
         snapshot = board.snapshot(step, series)
-        with suppress(ValueError):  # the process ended while it was written
-            found.update({point: RngStates.from_bytes(snapshot)} if snapshot is not None else {})
+        if snapshot is not None:
+            with suppress(ValueError):  # the process ended while it was written
+                found[point] = RngStates.from_bytes(snapshot)
     return found
 
 
@@ -644,7 +646,7 @@ class _Fits:
         return objects
 
 
-class RankLocalKeeper:
+class RankLocalKeeper(ABC):
     """Keeps this rank's streams and buffers while it trains; ``resumed_at``: point of the last recovery."""
 
     def __init__(self, replication_jump: int | None) -> None:
@@ -668,9 +670,9 @@ class RankLocalKeeper:
     def rng_states(self, states: dict[tuple[int, SnapshotPoint], RngStates] | None) -> None:
         self.own.streams.states = states or {}
 
+    @abstractmethod
     def replicate_rng_states(self, step: int) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective."""
-        raise NotImplementedError
 
     # --- while training ---------------------------------------------------------------------------------------
 

@@ -19,19 +19,8 @@ import pytest
 import torch
 from torch.utils.data._utils import signal_handling as torch_workers
 
-from checkpointless.inprocess import (
-    AbortTransformerEngine,
-    CheckpointlessAbortManager,
-    CheckpointlessFinalizeCleanup,
-    Compose,
-    CudaHealthCheck,
-    HPAbortTorchDistributed,
-    HPCallWrapper,
-    HPCheckpointingAbort,
-    HPDataLoaderAbort,
-    HPState,
-    HPWrapper,
-)
+from checkpointless import inprocess
+from checkpointless.inprocess import CheckpointlessAbortManager, CudaHealthCheck, HPDataLoaderAbort, HPWrapper
 from checkpointless.inprocess.exceptions import is_victim
 from checkpointless.inprocess.finalize import collect_garbage
 from checkpointless.inprocess.health_check import wait_for_device
@@ -39,24 +28,24 @@ from checkpointless.inprocess.memory import peak_growth, reset_peak
 from checkpointless.inprocess.wrap import _SignalHandlers, _with_caller
 from tests.unit.inprocess.test_interruptions import leave_while
 
-STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
+STATE = inprocess.HPState(rank=0, world_size=1, local_rank=0, generation=0)
 
 
 def test_compose_runs_all_and_raises_the_first() -> None:
     calls = Mock()
     calls.failing.side_effect = KeyError("first")
     with pytest.raises(KeyError, match="first"):
-        Compose(calls.last, calls.failing)(STATE)
+        inprocess.Compose(calls.last, calls.failing)(STATE)
     assert calls.mock_calls == [call.failing(STATE), call.last(STATE)], "from the last to the first"
 
 
 def test_compose_gives_each_what_it_takes() -> None:
     got: list[tuple[object, ...]] = []
-    compose = Compose(
+    compose = inprocess.Compose(
         lambda state: got.append((state,)),
         lambda state, error=None: got.append((state, error)),
         lambda *args: got.append(args),
-        CheckpointlessFinalizeCleanup(),
+        inprocess.CheckpointlessFinalizeCleanup(),
     )
     compose("state", "error")
     assert got == [("state", "error"), ("state", "error"), ("state",)]
@@ -64,12 +53,12 @@ def test_compose_gives_each_what_it_takes() -> None:
 
 def test_override_replaces_one_kind() -> None:
     default = CheckpointlessAbortManager.get_default_checkpointless_abort()
-    mine = HPCheckpointingAbort()
-    changed = CheckpointlessAbortManager.override_abort(default, HPCheckpointingAbort, mine)
+    mine = inprocess.HPCheckpointingAbort()
+    changed = CheckpointlessAbortManager.override_abort(default, inprocess.HPCheckpointingAbort, mine)
     assert mine in changed.instances
     assert mine not in default.instances
     with pytest.raises(ValueError, match="holds no"):
-        CheckpointlessAbortManager.override_abort(Compose(mine), HPDataLoaderAbort, HPDataLoaderAbort())
+        CheckpointlessAbortManager.override_abort(inprocess.Compose(mine), HPDataLoaderAbort, HPDataLoaderAbort())
     with pytest.raises(ValueError, match="instances"):
         CheckpointlessAbortManager.override_abort(object(), HPDataLoaderAbort, mine)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one"):
@@ -79,18 +68,23 @@ def test_override_replaces_one_kind() -> None:
 def order_of(wrapper: HPWrapper) -> list[type]:
     ran: list[type] = []
 
-    def note(kind: type) -> Callable[[HPState], None]:
+    def note(kind: type) -> Callable[[inprocess.HPState], None]:
         return lambda state: ran.append(kind)
 
     composed: Any = wrapper.abort
-    Compose(*(note(type(each)) for each in composed.instances))(STATE)
+    inprocess.Compose(*(note(type(each)) for each in composed.instances))(STATE)
     return ran
 
 
 def test_aborts_run_from_the_data_loaders_to_the_framework_or_communicators_first() -> None:
-    kinds = [HPDataLoaderAbort, HPAbortTorchDistributed, HPCheckpointingAbort, AbortTransformerEngine]
+    kinds = [
+        HPDataLoaderAbort,
+        inprocess.HPAbortTorchDistributed,
+        inprocess.HPCheckpointingAbort,
+        inprocess.AbortTransformerEngine,
+    ]
     assert order_of(HPWrapper()) == kinds
-    kinds[:2] = HPAbortTorchDistributed, HPDataLoaderAbort
+    kinds[:2] = inprocess.HPAbortTorchDistributed, HPDataLoaderAbort
     assert order_of(HPWrapper(early_abort_communicator=True)) == kinds
 
 
@@ -126,7 +120,7 @@ def test_what_transformer_engine_keeps_is_dropped_once_the_block_is_left(
     )
     utils = "transformer_engine.pytorch.attention.dot_product_attention.utils"
     attention = module(monkeypatch, utils, _cu_seqlens_cache={1: bytes(4)})
-    abort = CheckpointlessAbortManager.create_custom_abort(AbortTransformerEngine())
+    abort = CheckpointlessAbortManager.create_custom_abort(inprocess.AbortTransformerEngine())
     abort(STATE)
     assert resets == [], "the block may be inside of fp8_autocast"
     abort.after_block(STATE)
@@ -137,7 +131,7 @@ def test_what_transformer_engine_keeps_is_dropped_once_the_block_is_left(
     assert resets == ["fp8", "ub", "fp8"]
 
 
-def documented(cfg: str, caller: Optional[HPCallWrapper] = None) -> tuple[Any, ...]:  # noqa: UP045 - as documented
+def documented(cfg: str, caller: Optional[inprocess.HPCallWrapper] = None) -> tuple[Any, ...]:  # noqa: UP045 - as documented
     return cfg, caller
 
 
@@ -153,7 +147,7 @@ def only_named(cfg: str, caller: str = "who calls") -> tuple[Any, ...]:
     return cfg, caller
 
 
-def annotated(cfg: str, *, wrapper: HPCallWrapper | None = None) -> tuple[Any, ...]:
+def annotated(cfg: str, *, wrapper: inprocess.HPCallWrapper | None = None) -> tuple[Any, ...]:
     return cfg, wrapper
 
 
@@ -317,7 +311,7 @@ def test_accelerate_forgets_that_it_is_initialized() -> None:
     code = (
         "from accelerate import Accelerator\n"
         "from accelerate.state import PartialState\n"
-        f"from {CheckpointlessFinalizeCleanup.__module__} import CheckpointlessFinalizeCleanup\n"
+        f"from {inprocess.CheckpointlessFinalizeCleanup.__module__} import CheckpointlessFinalizeCleanup\n"
         "Accelerator(cpu=True, gradient_accumulation_steps=2)\n"
         "assert PartialState._shared_state\n"
         "CheckpointlessFinalizeCleanup()()\n"
@@ -328,7 +322,7 @@ def test_accelerate_forgets_that_it_is_initialized() -> None:
 
 
 def test_the_trainer_of_a_clean_up_can_be_assigned_as_documented_and_is_not_kept() -> None:
-    cleanup, trainer = CheckpointlessFinalizeCleanup(), torch.nn.Identity()
+    cleanup, trainer = inprocess.CheckpointlessFinalizeCleanup(), torch.nn.Identity()
     cleanup.trainer = trainer
     assert cleanup.trainer is trainer
     del trainer

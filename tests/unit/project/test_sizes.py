@@ -8,11 +8,11 @@ from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
 #: The aim is 45,000 lines in 280 modules with 600 public names, and 200 KB of documentation.
 BUDGETS = {
-    "lines of the product": 44_883,
+    "lines of the product": 44_875,
     "modules of the product": 207,
     "public names of the product": 594,
     "private names of other packages": 104,
-    "lines of the tests": 44_878,
+    "lines of the tests": 44_875,
     "bytes of docs/": 202_243,
     "bytes of docs/architecture.md": 34_860,
     "bytes of docs/guarantees.md": 13_393,

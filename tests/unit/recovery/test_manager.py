@@ -59,6 +59,6 @@ def test_what_a_peer_fills_is_whole_only_if_no_model_is_kept(keeps: bool, monkey
     held = HeldState(CommitState(3, ready=False, torn=False), {}, {})
     mine._held, mine.kept = held, (1, kept) if keeps else None
     state: Any = None
-    with patch.object(mine._refill, "move", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with patch.object(mine._refill, "move", side_effect=RuntimeError("x")), pytest.raises(RuntimeError, match="x"):
         mine._restore(state, Decision(Verdict.RESUME, target=3, refills={0: (1,)}))
     assert held.commit == CommitState(3, ready=False, torn=keeps)

@@ -18,7 +18,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -109,7 +109,8 @@ def _said(writer: Any, receiver: Connection) -> Any:
 
 def _write(transforms: Sequence[Any], use_msc: bool, number: int, bucket: Any, sender: Connection) -> None:
     """Be a writer, which ends with the process that started it."""
-    die_with_parent(os.getppid())
+    with suppress(OSError):  # where the kernel does not allow it, a save is worth more
+        die_with_parent(os.getppid())
     # It stands for both queues that Megatron-core gives a writer, one of which counts what is done.
     report: Any = SimpleNamespace(put=sender.send, get=lambda: None, task_done=lambda: None)
     more = {"use_msc": True} if use_msc else {}

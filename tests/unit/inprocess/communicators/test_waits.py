@@ -34,11 +34,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return replace
 
 
-GIVEN_UP_S = 60.0
+GIVEN_UP_S = 20.0
 
 
-def pair() -> list[Any]:
-    store, limit = dist.HashStore(), timedelta(seconds=GIVEN_UP_S)
+def pair(given_up_s: float = GIVEN_UP_S) -> list[Any]:
+    store, limit = dist.HashStore(), timedelta(seconds=given_up_s)
     with ThreadPoolExecutor(2) as ranks:
         return list(ranks.map(lambda rank: c10d.ProcessGroupGloo(store, rank, 2, timeout=limit), range(2)))
 
@@ -120,7 +120,7 @@ def test_two_ranks_are_connected_when_their_group_has_been_made(
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", asked)
     install()
     before = established()
-    made = pair()
+    made = pair(60.0)
     assert len(established() - before) == 2
     assert f"TORCH_GLOO_LAZY_INIT={asked} is ignored" in caplog.text
     caplog.clear()

@@ -123,7 +123,8 @@ def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now_and_made_again
 
 def test_a_fault_while_the_ranks_agree_forgets_no_save(job: Job) -> None:
     job.save("/c/a", 10, "before")
-    with patch.object(saves, "all_gather_json", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    aborted = patch.object(saves, "all_gather_json", side_effect=RuntimeError("aborted"))
+    with aborted, pytest.raises(RuntimeError, match="aborted"):
         job.fault(10)
     job.fault(10)
     job.save("/c/a", 10, "again")
@@ -519,6 +520,13 @@ def test_writers_do_not_outlive_an_interruption(monkeypatch: pytest.MonkeyPatch)
 
 
 # --- How storage is read, and what is said of what cannot be ------------------------------------------------------
+
+
+def test_a_writer_writes_where_the_kernel_ends_no_orphans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "die_with_parent", Mock(side_effect=OSError("prctl is not permitted")))
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", written := Mock())
+    saves._write([], False, 1, "bucket", Mock())
+    assert written.call_args.args[:3] == ([], 1, "bucket")
 
 
 def connector(**trainers: Any) -> CheckpointlessCompatibleConnector:
