@@ -12,11 +12,15 @@ from typing import Any
 import yaml
 
 from checkpointless.cli import command_line
+from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
 from checkpointless.system.environment import TOKEN_ENV
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[4]
 LAUNCH = ROOT / "recipes" / "launch"
 SBATCH = LAUNCH / "slurm.sbatch"
+PORT = free_port(DEFAULT_PORT, DEFAULT_PORT + 999)
+JOB = f"4{PORT - DEFAULT_PORT:03}"  # of its id the batch script makes the port
 POD_FILES = ("jobset.yaml", "trainingruntime.yaml")
 
 
@@ -126,10 +130,9 @@ def run_pod(tmp_path: Path, index: int, **more: str) -> int:
 
 
 def run_coordinator(tmp_path: Path, **more: str) -> int:
-    words = ["bash", "-c", script_of("jobset.yaml", "coordinator")]
-    environment = pod_environment(tmp_path, 0, **more)
+    env, words = pod_environment(tmp_path, 0, **more), ["bash", "-c", script_of("jobset.yaml", "coordinator")]
     (tmp_path / "argv-0").touch()  # it looks as if all nodes had run
-    return subprocess.run(words, env=environment, timeout=30, stdout=subprocess.DEVNULL).returncode
+    return subprocess.run(words, env=env, timeout=30, stdout=subprocess.DEVNULL).returncode
 
 
 def sbatch_env(tmp_path: Path, **more: str) -> dict[str, str]:
@@ -151,14 +154,13 @@ def sbatch_env(tmp_path: Path, **more: str) -> dict[str, str]:
         'sleep "${FAKE_LONGER:-0}"\nexit 1\n',
     )
     nodes = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node-[a-c]", "BATCH_LOST": "1"}
-    job = {"SLURM_JOB_NAME": "checkpointless", "SLURM_JOB_ID": "4711"}
+    job = {"SLURM_JOB_NAME": "checkpointless", "SLURM_JOB_ID": JOB}
     return environment_of(tmp_path, **{**nodes, **job, **more})
 
 
 def run_sbatch(tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    words = ["bash", str(SBATCH)]
-    environment = sbatch_env(tmp_path, **more)
-    return subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    env, words = sbatch_env(tmp_path, **more), ["bash", str(SBATCH)]
+    return subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
 
 def coordinated(tmp_path: Path) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.cli.commands.run import COORDINATOR
-from checkpointless.launcher.coordinator.job_config import DEFAULT_PORT
+from tests.unit.recipes.launch import scripts
 from tests.unit.recipes.launch.scripts import SBATCH, coordinated, options_of, run_sbatch, sbatch_env, task_script
 
 pytestmark = pytest.mark.slow
@@ -25,10 +25,10 @@ def test_the_script_runs_every_node_and_ends_as_the_coordinator(status: int, tmp
         options = options_of(tmp_path / f"argv-{node}")
         assert (options.node_rank, options.nnodes, options.spares, options.nproc_per_node) == (node, 2, 1, 8)
         assert (coordinator.nnodes, coordinator.nproc_per_node) == (options.nnodes, options.nproc_per_node)
-        assert options.rdzv_endpoint == coordinator.rdzv_endpoint == f"localhost:{DEFAULT_PORT + 711}"
-        assert options.run_dir == coordinator.run_dir == tmp_path / "runs" / "checkpointless-4711-0"
+        assert options.rdzv_endpoint == coordinator.rdzv_endpoint == f"localhost:{scripts.PORT}"
+        assert options.run_dir == coordinator.run_dir == tmp_path / "runs" / f"checkpointless-{scripts.JOB}-0"
         assert options.script == "train.py"
-    assert (tmp_path / "runs" / "checkpointless-4711-0" / "exit-status").read_text() == f"{status}\n"
+    assert (tmp_path / "runs" / f"checkpointless-{scripts.JOB}-0" / "exit-status").read_text() == f"{status}\n"
 
 
 def test_a_coordinator_that_is_killed_is_begun_again_at_the_same_place(tmp_path: Path, bin_dir: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_end_of_the_time_limit_ends_the_job_by_the_coordinator(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("moves", "restarts", "asked"),
-    [(False, "0", "scontrol requeue 4711"), (False, "3", "scancel 4711"), (True, "0", "")],
+    [(False, "0", "scontrol requeue {}"), (False, "3", "scancel {}"), (True, "0", "")],
 )
 def test_a_node_whose_job_has_lost_its_batch_host_has_it_started_again(
     moves: bool, restarts: str, asked: str, tmp_path: Path, bin_dir: Path
@@ -70,7 +70,7 @@ def test_a_node_whose_job_has_lost_its_batch_host_has_it_started_again(
             (run_dir / "alive").write_text("18\n")
         assert task.wait(30) == 1
     said = (tmp_path / "asked").read_text().strip() if (tmp_path / "asked").exists() else ""
-    assert said == asked
+    assert said == asked.format(scripts.JOB)
 
 
 def test_the_batch_script_refuses_what_cannot_work(tmp_path: Path, bin_dir: Path) -> None:
