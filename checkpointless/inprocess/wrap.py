@@ -174,7 +174,8 @@ class _Succession:
     """Judges whether the block can be entered again in this process, and lets a successor take over.
 
     A function is taken for one that can be done once only if its block, of which steps were made, raises at its
-    entry before its training, or twice in a row before the first step. ``unfit`` says why ("": it can).
+    entry before its training, or twice in a row before the first step; and once more than that if it raised when a
+    fault was known, because an aborted collective returns anything. ``unfit`` says why ("": it can).
     """
 
     def __init__(
@@ -185,14 +186,12 @@ class _Succession:
             self.unfit = _ASKED_FOR
         elif restart == "process" and client.has_launcher:
             raise ValueError(_NO_SUCCESSORS)
-        self._generation = generation
-        self._client = client
-        self._steps = steps
-        self._blocks = blocks
+        self._generation, self._client = generation, client
+        self._steps, self._blocks = steps, blocks
         self._has_trained = False
         self._failures = 0  # in a row
 
-    def judge(self, error: BaseException | None, fn: Callable[..., Any]) -> None:
+    def judge(self, error: BaseException | None, fn: Callable[..., Any], is_over: bool) -> None:
         if self._steps.has_begun:
             self._has_trained, self._failures = self._has_trained or self._steps.since_entry > 0, 0
             return
@@ -201,7 +200,7 @@ class _Succession:
         if not self._has_trained or _is_of_the_engine(error) or self._blocks.left:
             return
         self._failures += 1
-        if self._failures > self._steps.recovers and not self.unfit:
+        if self._failures > self._steps.recovers + is_over and not self.unfit:
             rank, place = os.environ.get(RANK_ENV, "0"), _place_of(error, fn) or "what raised that"
             self.unfit = (
                 f"rank {rank} could not enter its block again ({line_of(error)}): a process can do only once what "
@@ -651,6 +650,7 @@ class HPCallWrapper:
         self.initialize_barrier()
         while True:
             result, error = self.launch(fn, *args, **kwargs)
+            is_over = self._responder.noticed >= self.generation
             if _is_return(error):
                 self.steps.returned()
                 self.client.send(Done(self.generation))
@@ -667,7 +667,7 @@ class HPCallWrapper:
                 raise error
             elif error is not None:
                 self.handle_fn_exception(error)
-            self._succession.judge(error, fn)
+            self._succession.judge(error, fn, is_over)
             self.restart(RankShouldRestart() if error is None else error)
             result = error = None
             self.initialize_barrier()

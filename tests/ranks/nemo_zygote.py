@@ -218,8 +218,8 @@ def _run_ranks(request: dict[str, Any]) -> dict[str, Any]:
         pids = {_fork_rank(request, rank, port, Path(folder)): rank for rank in range(world_size)}
         failed = _wait(pids, Path(folder), time.monotonic() + request["limit_s"], request["expendable"])
         if failed:
-            logs = (f"--- rank {rank}: {why}\n{_tail(folder, rank)}" for rank, why in failed.items())
-            return {"failure": "\n".join(logs)}
+            logs = {rank: (Path(folder) / f"{rank}.log").read_text(errors="replace")[-3000:] for rank in failed}
+            return {"failure": "\n".join(f"--- rank {rank}: {failed[rank]}\n{log}" for rank, log in logs.items())}
         results = [Path(folder) / f"{rank}.json" for rank in range(world_size)]
         return {"results": [json.loads(path.read_text()) if path.exists() else None for path in results]}
 
@@ -287,10 +287,6 @@ def _wait(pids: dict[int, int], folder: Path, deadline: float, expendable: list[
         os.waitpid(pid, 0)
         failed.setdefault(rank, "killed: still running")
     return failed
-
-
-def _tail(folder: str, rank: int) -> str:
-    return (Path(folder) / f"{rank}.log").read_text(errors="replace")[-3000:]
 
 
 if __name__ == "__main__":

@@ -109,12 +109,7 @@ def saved(job: Job) -> set[str]:
     ],
 )
 def test_a_save_that_fails_costs_that_checkpoint(
-    runs: Runs,
-    spoiled: Callable[..., Job],
-    features: str,
-    spoils: str,
-    failed: dict[str, str],
-    whole: set[str],
+    runs: Runs, spoiled: Callable[..., Job], features: str, spoils: str, failed: dict[str, str], whole: set[str]
 ) -> None:
     job = spoiled(features, 13, spoils)
     assert len(job.incidents) == ("alone" in spoils)

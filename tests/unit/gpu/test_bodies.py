@@ -31,14 +31,10 @@ def calls(path: Path) -> list[tuple[str, set[str]]]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
-            name = eval_name(node.args[0], bodies)
+            # A literal, or an f-string that begins with BODIES.
+            name = str(ast.literal_eval(ast.unparse(node.args[0]).replace("{BODIES}", bodies).lstrip("f")))
             found.append((name, {str(each.arg) for each in node.keywords} - OWN))
     return found
-
-
-def eval_name(node: ast.expr, bodies: str) -> str:
-    """Return ``module:name`` from a literal, or from an f-string that begins with BODIES."""
-    return str(ast.literal_eval(ast.unparse(node).replace("{BODIES}", bodies).lstrip("f")))
 
 
 TESTS = [path for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if path.stem != "test_jobs"]

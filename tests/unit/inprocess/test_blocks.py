@@ -20,10 +20,10 @@ from checkpointless.inprocess import exceptions, wrap
 from checkpointless.inprocess.exceptions import RankShouldRestart, is_victim, line_of, words_of
 from checkpointless.inprocess.generation import Generation, StepTracker
 from checkpointless.inprocess.wrap import _Blocks, _Entry, _is_return, _Pause, _Succession, _traceback_of
-from checkpointless.launcher.client import RankClient
 from checkpointless.launcher.protocol.board import Facts
 from checkpointless.launcher.protocol.causes import exit_code
 from checkpointless.launcher.protocol.messages import Pause, Paused, RankMessage
+from tests.unit.inprocess.test_interruptions import NoAgent
 
 SCRIPT = """
 import multiprocessing as mp
@@ -237,7 +237,7 @@ class Judged:
             self.steps.begin(step)
             self.steps.end()
         self.steps.recovers = recovers
-        self.it.judge(error, block)
+        self.it.judge(error, block, is_over=False)
         return self.it.unfit
 
 
@@ -267,16 +267,13 @@ def test_what_says_nothing_of_the_script(error: BaseException | None) -> None:
     assert [rank.entry(error), rank.entry(error)] == ["", ""]
 
 
-class Pausing(RankClient):
+class Pausing(NoAgent):
     """An agent that wants a pause."""
 
     def __init__(self) -> None:
-        super().__init__(0)
+        super().__init__()
         self.sent: list[RankMessage] = []
         self._hear(Pause(0))
-
-    def close(self) -> None:
-        pass
 
     def _send(self, message: RankMessage) -> None:
         self.sent.append(message)

@@ -241,6 +241,24 @@ def test_a_block_may_start_the_documented_thread_that_hears_of_faults_again() ->
     assert agent.heard == [Hello, Done]
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_is_raised_when_a_fault_is_known_is_no_sign(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+    monkeypatch.setattr("checkpointless.inprocess.wrap._left", 0)
+    calls, fails = list[Any](), fails_once()
+
+    def block() -> str:
+        calls.append(active_call_wrapper())
+        if len(calls) == 1:
+            calls[0].steps.begin(0)
+            calls[0].steps.end()
+            raise ValueError("the fault")
+        calls[0]._responder.noticed += is_known  # as if another rank had one
+        return fails()
+
+    assert wrapper_of(QuickAgent())(block)() == "done"
+    assert bool(calls[0]._succession.unfit) is not is_known
+
+
 def is_outside(frame: FrameType | None) -> bool:
     return not fault_responder._is_in_block(frame)
 

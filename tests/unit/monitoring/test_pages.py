@@ -88,16 +88,14 @@ def test_the_status_is_the_snapshot() -> None:
 def samples(text: str) -> dict[tuple[str, str], float]:
     """Return every sample by its name and its label's value, as Prometheus's own parser reads them."""
     return {
-        (sample.name.removeprefix("checkpointless_"), _own(sample.labels)): sample.value
+        (
+            sample.name.removeprefix("checkpointless_"),
+            next((value for name, value in sample.labels.items() if name not in ("job", "run", "node")), ""),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if family.name != "checkpointless_info"
     }
-
-
-def _own(labels: dict[str, str]) -> str:
-    """Return the value of the first label that not all samples have ("" without one)."""
-    return next((value for name, value in labels.items() if name not in ("job", "run", "node")), "")
 
 
 def test_the_metrics_are_those_of_the_snapshot() -> None:

@@ -24,7 +24,8 @@ def seams_in(scope: ast.Module | ast.ClassDef) -> Iterator[ast.expr]:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from seams_in(node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if _is_public(node.name) and not _overrides(node):
+            overrides = any(isinstance(each, ast.Name) and each.id == "override" for each in node.decorator_list)
+            if _is_public(node.name) and not overrides:
                 arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
                 annotations = [*(each.annotation for each in arguments), node.returns]
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and _is_public(node.target.id):
@@ -36,10 +37,6 @@ def seams_in(scope: ast.Module | ast.ClassDef) -> Iterator[ast.expr]:
 
 def _is_public(name: str) -> bool:
     return name in CALLED_BY_OTHERS or not name.startswith("_")
-
-
-def _overrides(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == "override" for each in function.decorator_list)
 
 
 def test_few_seams_take_or_give_anything_and_each_says_why() -> None:
