@@ -32,7 +32,7 @@ def through_faults(
     disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULTS, limit_s: float = 200.0, nproc: int = 4
 ) -> Job:
     job = disturb(nproc, STEPS, *faults, args=(*SMALL, *args), limit_s=limit_s)
-    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * len(faults)
+    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * len(faults), job.story()
     specs = [parse(fault) for fault in faults]
     killed = [(spec.rank,) if spec.kind is FaultKind.SIGKILL else () for spec in specs]
     assert [incident.respawned for incident in job.incidents] == killed
