@@ -174,8 +174,8 @@ class _Succession:
     """Judges whether the block can be entered again in this process, and lets a successor take over.
 
     A function is taken for one that can be done once only if its block, of which steps were made, raises at its
-    entry before its training, or twice in a row before the first step; and once more than that if it raised when a
-    fault was known, because an aborted collective returns anything. ``unfit`` says why ("": it can).
+    entry before its training, or twice in a row before the first step; twice, too, if it raised when a fault was
+    known, because an aborted collective returns anything. ``unfit`` says why ("": it can).
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class _Succession:
         if not self._has_trained or _is_of_the_engine(error) or self._blocks.left:
             return
         self._failures += 1
-        if self._failures > self._steps.recovers + is_over and not self.unfit:
+        if self._failures > max(self._steps.recovers, is_over) and not self.unfit:
             rank, place = os.environ.get(RANK_ENV, "0"), _place_of(error, fn) or "what raised that"
             self.unfit = (
                 f"rank {rank} could not enter its block again ({line_of(error)}): a process can do only once what "

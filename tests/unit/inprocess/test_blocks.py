@@ -231,13 +231,13 @@ class Judged:
         self.steps = StepTracker(Generation(0), None)
         self.it = _Succession(Generation(0), cast(Any, None), self.steps, _Blocks(Facts(None)), "in-process")
 
-    def entry(self, error: BaseException | None, made: int = 0, recovers: bool = False) -> str:
+    def entry(self, error: BaseException | None, made: int = 0, recovers: bool = False, over: bool = False) -> str:
         self.steps.enter()
         for step in range(made):
             self.steps.begin(step)
             self.steps.end()
         self.steps.recovers = recovers
-        self.it.judge(error, block, is_over=False)
+        self.it.judge(error, block, over)
         return self.it.unfit
 
 
@@ -257,7 +257,7 @@ def test_after_the_recovery_it_takes_two_in_a_row() -> None:
     assert rank.entry(None, made=1) == ""
     assert [rank.entry(MemoryError()) for _ in "ab"] == ["", ""], "memory is freed, and it is tried again"
     assert rank.entry(raised(), recovers=True) == ""
-    assert rank.entry(raised(), recovers=True)
+    assert rank.entry(raised(), recovers=True, over=True), "the third one would end the job"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), None])
