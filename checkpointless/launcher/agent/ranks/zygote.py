@@ -8,6 +8,7 @@ it ends, all that ranks have started is ended, too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -135,9 +136,7 @@ class _Zygote:
     """Forks ranks on request, reports at once how each ended, and ends with them when the connection closes."""
 
     def __init__(self, connection: socket.socket, script: Script, folder: Path | None) -> None:
-        self._connection = connection
-        self._script = script
-        self._folder = folder
+        self._connection, self._script, self._folder = connection, script, folder
         self._ranks: dict[int, tuple[int, int, ProcessTree]] = {}  # pid -> rank, incarnation, its processes
         self._wakeup, self._wake = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -157,9 +156,10 @@ class _Zygote:
         """Serve until the agent closes the connection or ends, then end all processes that ranks have led to."""
         _adopt_orphans()
         die_with_parent(self._agent, signal.SIGCONT)
-        while self._open:
-            for key, _ in self._selector.select():
-                key.data()
+        with contextlib.suppress(ConnectionResetError):  # an agent that is killed has not read all
+            while self._open:
+                for key, _ in self._selector.select():
+                    key.data()
         self._end_all()
 
     def say(self, event: _Event) -> None:
