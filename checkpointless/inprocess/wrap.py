@@ -174,8 +174,8 @@ class _Succession:
     """Judges whether the block can be entered again in this process, and lets a successor take over.
 
     A function is taken for one that can be done once only if its block, of which steps were made, raises at its
-    entry before its training, or twice in a row before the first step; twice, too, if it raised when a fault was
-    known, because an aborted collective returns anything. ``unfit`` says why ("": it can).
+    entry before its training (twice in a row if a fault was known: an aborted collective returns anything), or
+    twice in a row before the first step. ``unfit`` says why ("": it can).
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def test_after_a_kill_in_a_save_the_newest_whole_checkpoint_is_resumed_from(
     # On a quiet machine a job makes many steps until it is killed. NeMo's checkpoint at its end has no optimizer.
     steps, storage, killed = 10 * saves + round(20 * within_s), tmp_path / "nemo", list[int]()
     reference = undisturbed(NPROC, (f"trainer.max_steps={steps}",))
-    resumed, kept = list[int](), set[Path]()  # kept: from their removal, by a kill, as with NeMo alone
+    resumed, kept = list[int](), set[Path]()  # kept: not yet removed at a kill, as with NeMo alone
     for number in range(saves + 1):
         expected, run_dir = newest(storage), tmp_path / f"run-{number}"
         kept |= {path for path in whole(storage) if expected - 4 <= made_after(path) < expected}

@@ -156,7 +156,7 @@ class _Zygote:
         """Serve until the agent closes the connection or ends, then end all processes that ranks have led to."""
         _adopt_orphans()
         die_with_parent(self._agent, signal.SIGCONT)
-        with contextlib.suppress(ConnectionResetError):  # an agent that is killed has not read all
+        with contextlib.suppress(ConnectionResetError):  # the agent was killed before it had read all
             while self._open:
                 for key, _ in self._selector.select():
                     key.data()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[4]
 LAUNCH = ROOT / "recipes" / "launch"
 SBATCH = LAUNCH / "slurm.sbatch"
 PORT = free_port(DEFAULT_PORT, DEFAULT_PORT + 999)
-JOB = f"4{PORT - DEFAULT_PORT:03}"  # of its id the batch script makes the port
+JOB = f"4{PORT - DEFAULT_PORT:03}"  # the batch script derives its port from it
 POD_FILES = ("jobset.yaml", "trainingruntime.yaml")
 
 
